@@ -1,0 +1,231 @@
+"""What a service may be told, checked at the edge; unknown keys are refused with the nearest known one.
+
+`ServiceArgs` is the application's `args`: a change restarts the service. The three `*Options` are the
+deployments' `user_config`: applied hot, by `reconfigure()`. Key names follow vLLM where it has one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from outrider.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Base of every section: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class SpeculativeConfig(Strict):
+    """Who drafts and how much, with vLLM's spellings."""
+
+    method: Annotated[str, Field(description="drafter plugin: ngram, draft_model, or a third party's")] = (
+        "ngram"
+    )
+    model: Annotated[str | None, Field(description="the drafter's weights, for methods that have some")] = (
+        None
+    )
+    num_speculative_tokens: Annotated[
+        int, Field(ge=0, le=64, description="K, drafts a round; 0 is plain decoding")
+    ] = 4
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64, description="ngram: longest suffix looked up")] = 4
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=64, description="ngram: shortest suffix looked up")] = 2
+    max_model_len: Annotated[PositiveInt | None, Field(description="the drafter's own context limit")] = None
+    draft_sample_method: Annotated[Literal["coupled"], Field(description="how sampled drafts are drawn")] = (
+        "coupled"
+    )
+    rejection_sample_method: Annotated[
+        Literal["coupled"], Field(description="the acceptance rule of sampled requests")
+    ] = "coupled"
+    extra: Annotated[
+        dict[str, Any], Field(description="keys of a third party's drafter, passed through untouched")
+    ] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tensor_parallel(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "tensor_parallel_size" in values:
+            raise ValueError(
+                "tensor_parallel_size is the target's; a drafter's would be draft_tensor_parallel_size, "
+                "which is not supported: remove the key"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _lookup_window(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
+                f"{self.prompt_lookup_max}: lower the first or raise the second"
+            )
+        return self
+
+
+class ReplicaArgs(Strict):
+    """Size of one pool."""
+
+    num_replicas: PositiveInt = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+
+
+class RouterArgs(ReplicaArgs):
+    max_ongoing_requests: Annotated[PositiveInt, Field(description="HTTP requests one router holds")] = 256
+    num_cpus: Annotated[float, Field(ge=0)] = 0.5
+
+
+class VerifierArgs(ReplicaArgs):
+    port: Annotated[int, Field(ge=0, le=65535, description="link port; 0 picks a free one")] = 0
+
+
+class DrafterArgs(ReplicaArgs):
+    placement: Annotated[
+        Literal["auto", "inprocess", "actor"],
+        Field(description="auto: in the router unless the method needs a device"),
+    ] = "auto"
+    device: Annotated[str | None, Field(description="default: the service's device")] = None
+    port: Annotated[int, Field(ge=0, le=65535, description="link port; 0 picks a free one")] = 0
+    max_num_seqs: PositiveInt = 64
+
+
+class EngineArgs(Strict):
+    """The target model and the room it gets."""
+
+    model: Annotated[str, Field(description="folder of a checkpoint, or a name of `outrider models list`")]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    max_model_len: Annotated[PositiveInt | None, Field(description="default: the model's own")] = None
+    block_size: Annotated[Literal[16, 32, 64], Field(description="tokens of one KV block")] = 32
+    kv_cache_memory_bytes: Annotated[
+        PositiveInt, Field(description="room of the paged KV cache; weights come on top")
+    ] = 1 << 30
+    num_kv_blocks: Annotated[PositiveInt | None, Field(description="overrides kv_cache_memory_bytes")] = None
+    enable_prefix_caching: bool = True
+    max_num_seqs: PositiveInt = 32
+    max_num_batched_tokens: Annotated[int, Field(ge=16, description="rows of one step")] = 512
+    cpu_kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        Field(description="native: C kernels built on first use; auto falls back to torch, and says so"),
+    ] = "auto"
+    cpu_threads: Annotated[PositiveInt, Field(description="threads of one worker's tensor work")] = 1
+
+
+class ServiceArgs(EngineArgs):
+    """The `args` of the application: a change restarts the service."""
+
+    served_model_name: Annotated[str | None, Field(description="default: the last part of `model`")] = None
+    placement: Annotated[
+        Literal["separate", "colocated"],
+        Field(description="separate: a verifier on a GPU holds a whole one"),
+    ] = "separate"
+    router: RouterArgs = RouterArgs()
+    verifier: VerifierArgs = VerifierArgs()
+    drafter: DrafterArgs = DrafterArgs()
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @model_validator(mode="after")
+    def _whole_gpu(self) -> Self:
+        if self.placement == "separate" and 0 < self.verifier.num_gpus < 1:
+            raise ValueError(
+                f"verifier.num_gpus is {self.verifier.num_gpus}: two fractions may land on one GPU; "
+                "ask for 1, or say placement: colocated"
+            )
+        return self
+
+
+class LimitOptions(Strict):
+    """What one router takes in before it says no."""
+
+    max_queued_requests: Annotated[PositiveInt, Field(description="waiting for a verifier, a router")] = 256
+    queue_timeout_s: Annotated[float, Field(gt=0, description="then 429")] = 60.0
+    request_timeout_s: Annotated[float, Field(gt=0, description="a whole generation")] = 600.0
+    max_body_bytes: PositiveInt = 4 << 20
+    default_max_tokens: Annotated[PositiveInt, Field(description="of /v1/completions, as OpenAI's 16")] = 16
+
+
+class PlannerOptions(Strict):
+    """Pins of the planner."""
+
+    gate_ms: Annotated[
+        float, Field(ge=0, le=60_000, description="how long a step waits for a gated sequence's order")
+    ] = 20.0
+    first_verdict_timeout_s: Annotated[float, Field(gt=0, description="prefill included")] = 120.0
+    verdict_timeout_s: Annotated[float, Field(gt=0, description="then the verifier counts as lost")] = 20.0
+
+
+class RouterOptions(Strict):
+    """`user_config` of the deployment Router; no speculative_config means plain decoding."""
+
+    speculative_config: SpeculativeConfig | None = None
+    limits: LimitOptions = LimitOptions()
+    planner: PlannerOptions = PlannerOptions()
+
+
+class VerifierOptions(Strict):
+    """`user_config` of the deployment Verifier."""
+
+
+class DrafterOptions(Strict):
+    """`user_config` of the deployment Drafter: the same speculative_config as the Router's."""
+
+    speculative_config: SpeculativeConfig = SpeculativeConfig()
+
+
+class LocalConfig(EngineArgs):
+    """What `outrider.local` takes: the engine, and what the deployments' user_config would hold."""
+
+    speculative_config: SpeculativeConfig | None = None
+    limits: LimitOptions = LimitOptions()
+    planner: PlannerOptions = PlannerOptions()
+
+
+def parse(model: type[T], values: Any, *, where: str) -> T:
+    """Validate `values`, or raise `ConfigError` naming the key, the value and the nearest known key.
+
+    `where` says which part of the file is meant, for example "args" or "Router.user_config".
+    """
+    try:
+        return model.model_validate(values if values is not None else {})
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in explain(model, error))) from None
+
+
+def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
+    """One line a fault: path, what is wrong, the value, and for an unknown key the nearest known one."""
+    lines = []
+    for fault in error.errors(include_url=False):
+        path = ".".join(str(part) for part in fault["loc"]) or "(top)"
+        if fault["type"] == "extra_forbidden":
+            known = sorted(_fields_at(model, fault["loc"][:-1]))
+            near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+            cure = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            lines.append(f"unknown key {path!r}; {cure}")
+        elif fault["type"] == "missing":
+            lines.append(f"{path} is missing")
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {message} (got {fault['input']!r})")
+    return lines
+
+
+def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:
+    current: type[BaseModel] = model
+    for part in path:
+        field = current.model_fields.get(str(part))
+        if field is None:
+            return set()
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not nested:
+            return set()
+        current = nested[0]
+    return set(current.model_fields)

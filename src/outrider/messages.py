@@ -1,0 +1,171 @@
+"""The words that cross a process: frozen, slotted, versioned by committed length and leg epoch.
+
+    router ── Open, Plan, VerifyOrder, Close ──► verifier ── Verdict, Resync ──► router
+    router ── Open, DraftOrder, Close ──► drafter ── Proposal, Resync ──► router
+
+`sequence` names one generation. `epoch` counts how often that leg (router to verifier, or router to
+drafter) was re-homed; a message of an older epoch is dropped, a rejection bumps nothing. `base_len` is the
+committed length the message builds on: prompt tokens plus committed tokens. Only the verifier commits, and
+committed tokens never roll back.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeAlias
+
+WIRE_VERSION = 1
+"""Raised when a message changes shape; both ends of a link compare it in their first frame."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in OpenAI's words; `ERROR` and `CANCELLED` never reach a client as such."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's distribution becomes a token. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a sequence ends inside the verifier; stop strings end in the router, which sees text."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Router to verifier: speculate with at most `num_tokens` drafts a round, or free-run at 0.
+
+    A gated sequence (num_tokens > 0) waits for its VerifyOrder at most `gate_s` seconds a round and then
+    rides with K = 0.
+    """
+
+    sequence: str
+    epoch: int
+    num_tokens: int = 0
+    gate_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Router to verifier or drafter: here is a sequence. `committed` is empty unless the leg was re-homed."""
+
+    sequence: str
+    epoch: int
+    prompt: tuple[int, ...]
+    committed: tuple[int, ...]
+    sampling: SamplingParams
+    limits: Limits
+    plan: Plan
+    token: str = ""  # the lease's one-time token; the in-process link needs none
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Router to verifier or drafter: free the sequence. `cancelled` says that the client went away."""
+
+    sequence: str
+    epoch: int
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """Router to drafter: draft `num_tokens` after the committed tokens.
+
+    `committed_since` are the tokens between the drafter's last acknowledged base and `base_len`.
+    """
+
+    sequence: str
+    epoch: int
+    base_len: int
+    committed_since: tuple[int, ...]
+    num_tokens: int
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafter to router: a hint of what follows position `base_len`. May be lost, late or wrong."""
+
+    sequence: str
+    epoch: int
+    base_len: int
+    tokens: tuple[int, ...]
+    draft_time: float = 0.0  # seconds the batch of drafts took
+    queue_time: float = 0.0  # seconds the order waited
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOrder:
+    """Router to verifier: verify these drafts after position `base_len`. No tokens means: do not wait."""
+
+    sequence: str
+    epoch: int
+    base_len: int
+    tokens: tuple[int, ...]
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verifier to router: `tokens` are committed after `base_len`: the accepted drafts, then the
+    recovered or bonus token. Idempotent: a router that already knows them ignores them."""
+
+    sequence: str
+    epoch: int
+    base_len: int
+    tokens: tuple[int, ...]
+    drafted: int = 0  # draft tokens that were verified in this step
+    accepted: int = 0  # the first `accepted` of `tokens` were drafts
+    finish: FinishReason | None = None
+    error: str | None = None  # set together with FinishReason.ERROR
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache; on the first verdict only
+    batch: int = 0  # sequences in the step
+    batch_tokens: int = 0  # rows in the step
+    step_time: float = 0.0  # seconds of the step
+    queue_time: float = 0.0  # seconds between Open and the first prefill row; on the first verdict only
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Either worker to router: your base_len is not mine. `committed_len` is what I have (0: unknown)."""
+
+    sequence: str
+    epoch: int
+    committed_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegLost:
+    """Made by the router's own end of a link: the replica behind this leg is gone or silent."""
+
+    sequence: str
+    epoch: int
+    reason: str
+
+
+ToVerifier: TypeAlias = Open | Plan | VerifyOrder | Close
+FromVerifier: TypeAlias = Verdict | Resync | LegLost
+ToDrafter: TypeAlias = Open | DraftOrder | Close
+FromDrafter: TypeAlias = Proposal | Resync | LegLost
+Message: TypeAlias = Open | Plan | VerifyOrder | Close | DraftOrder | Proposal | Verdict | Resync | LegLost
