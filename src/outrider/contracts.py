@@ -69,7 +69,10 @@ class Drafter(Protocol):
 class VerifierLeg(Protocol):
     """One sequence's way to the verifier that holds it."""
 
-    replica: str
+    @property
+    def replica(self) -> str:
+        """Which replica it is, for traces and logs."""
+        ...
 
     def send(self, message: Plan | VerifyOrder | Close) -> None:
         """Queue a message for the next frame; never blocks. After `Close` the leg is done."""
@@ -79,7 +82,10 @@ class VerifierLeg(Protocol):
 class DrafterLeg(Protocol):
     """One sequence's way to the drafter that knows it."""
 
-    replica: str
+    @property
+    def replica(self) -> str:
+        """Which replica it is, for traces and logs."""
+        ...
 
     def send(self, message: DraftOrder | Close) -> None:
         """Queue a message for the next frame; never blocks. After `Close` the leg is done."""

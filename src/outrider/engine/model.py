@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: flat rows. Row i of a span sits at position `length - rows + i` and sees what is before it."""
+    """One step as flat rows. Row i of a span is at position `length - rows + i` and sees up to itself."""
 
     tokens: Tensor  # (R,) int64, on the CPU
     positions: Tensor  # (R,) int64, on the CPU
@@ -53,5 +53,5 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, batch: Batch) -> Tensor:
-        """Write the rows' keys and values into their blocks and return logits (L, V) in float32, on `device`."""
+        """Write the rows' keys and values into their blocks; return logits (L, V), float32, on `device`."""
         ...

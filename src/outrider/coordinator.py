@@ -1,0 +1,260 @@
+"""One request from admission to its last chunk: leases, rounds, text. The same in the router and locally.
+
+    Coordinator.start(request) → Generation
+        lease a verifier (and a drafter beside the prefill)
+        every Verdict → rounds.on_verdict → next drafts ordered at once, in the delivering callback
+                      → queue → text → Chunk to the caller, who may be slow without slowing the rounds
+
+Truth lives in the verifier. When it is lost, prompt and committed tokens open the sequence on another one;
+when a drafter is lost, the sequence free-runs and a drafter is looked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from outrider.config import RouterOptions
+from outrider.contracts import Drafter, DrafterPool, TargetInfo, VerifierPool
+from outrider.errors import GenerationError, OutriderError, RequestError, UnavailableError
+from outrider.generation import Chunk, GenerationRequest, GenerationStats
+from outrider.messages import FinishReason, FromDrafter, FromVerifier, LegLost, Limits, Open, Resync, Verdict
+from outrider.speculation.sequential import Committed, SequentialRounds
+from outrider.text import TextStream, Tokenizer
+
+REHOMES_ALLOWED = 3
+"""Leases a request may lose on one leg before it fails (verifier) or stays plain (drafter)."""
+
+
+class Coordinator:
+    """Starts generations. One per router process."""
+
+    def __init__(
+        self,
+        *,
+        target: TargetInfo,
+        tokenizer: Tokenizer,
+        verifiers: VerifierPool,
+        drafters: DrafterPool | None,
+        drafter: Drafter | None,
+        options: RouterOptions,
+    ) -> None:
+        """`drafter` drafts in this process, `drafters` on others; with neither, decoding is plain."""
+        self.target = target
+        self.tokenizer = tokenizer
+        self.verifiers = verifiers
+        self.drafters = drafters
+        self.drafter = drafter
+        self.options = options
+        self.active = 0  # generations under way
+        self._prefix = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count()
+
+    def reconfigure(self, options: RouterOptions) -> None:
+        """Apply new options to the generations that start from now on."""
+        self.options = options
+
+    def start(self, request: GenerationRequest) -> Generation:
+        """Begin one generation; nothing happens until it is iterated.
+
+        Raises `RequestError` when prompt and max_tokens cannot fit the context.
+        """
+        limit = self.target.max_model_len
+        if not request.prompt:
+            raise RequestError("the prompt is empty: give at least one token", param="prompt")
+        if len(request.prompt) >= limit:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens and the context {limit}: shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return Generation(self, f"{self._prefix}-{next(self._numbers)}", request)
+
+    def planned_drafts(self, request: GenerationRequest) -> int:
+        """K for a request: the service's, or less where the request asks for less."""
+        config = self.options.speculative_config
+        if config is None or (self.drafter is None and self.drafters is None):
+            return 0
+        asked = request.max_draft_tokens
+        return config.num_speculative_tokens if asked is None else min(asked, config.num_speculative_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What the rounds hand to the text stage."""
+
+    committed: Committed
+    finish: FinishReason | None
+
+
+_Event: TypeAlias = _Progress | OutriderError | LegLost
+
+
+class Generation:
+    """An async iterator of `Chunk`. Leaving it early needs `aclose()`, which frees both workers."""
+
+    def __init__(self, coordinator: Coordinator, sequence: str, request: GenerationRequest) -> None:
+        self.sequence = sequence
+        self.request = request
+        self.stats = GenerationStats(prompt_tokens=len(request.prompt))
+        self._coordinator = coordinator
+        self._options = coordinator.options
+        num_tokens = coordinator.planned_drafts(request)
+        room = coordinator.target.max_model_len - len(request.prompt)
+        self._limits = Limits(
+            max_tokens=min(request.max_tokens or room, room),
+            stop_token_ids=coordinator.tokenizer.eos_token_ids,
+        )
+        self._rounds = SequentialRounds(
+            sequence,
+            request,
+            num_tokens=num_tokens,
+            gate_s=self._options.planner.gate_ms / 1000,
+            drafter=coordinator.drafter if num_tokens else None,
+            stats=self.stats,
+        )
+        self._wants_drafter = bool(num_tokens) and coordinator.drafter is None
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        self._leasing: asyncio.Task[None] | None = None
+        self._drafters_lost = 0
+        self._chunks = self._run()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        """Stop; a generation that has not ended is cancelled."""
+        await self._chunks.aclose()
+
+    async def _run(self) -> AsyncGenerator[Chunk, None]:
+        started = time.monotonic()
+        deadline = started + self._options.limits.request_timeout_s
+        text = TextStream(self._coordinator.tokenizer, self.request.stop)
+        finish: FinishReason | None = None
+        self._coordinator.active += 1
+        try:
+            if self._wants_drafter:
+                self._leasing = asyncio.create_task(self._lease_drafter())
+            await self._lease_verifier()
+            while finish is None:
+                progress = await self._next_progress(deadline)
+                tokens, drafted = progress.committed.tokens, progress.committed.drafted
+                piece = text.feed(tokens)
+                finish = FinishReason.STOP if piece.stopped else progress.finish
+                tail = text.finish() if finish is not None and not piece.stopped else ""
+                if not self.stats.completion_tokens:
+                    self.stats.time_to_first_token = time.monotonic() - started
+                self.stats.completion_tokens += piece.used
+                self.stats.duration = time.monotonic() - started
+                yield Chunk(piece.text + tail, tokens[: piece.used], drafted[: piece.used], finish)
+        finally:
+            self._coordinator.active -= 1
+            self.stats.duration = time.monotonic() - started
+            if self._leasing is not None:
+                self._leasing.cancel()
+            self._rounds.close(cancelled=finish is None)
+
+    async def _next_progress(self, deadline: float) -> _Progress:
+        """The next committed tokens; replaces a lost verifier on the way. Bounded by the verdict timeout."""
+        planner = self._options.planner
+        while True:
+            first = not self.stats.steps
+            bound = planner.first_verdict_timeout_s if first else planner.verdict_timeout_s
+            bound = min(bound, deadline - time.monotonic())
+            try:
+                event = await asyncio.wait_for(self._events.get(), max(bound, 0.001))
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    limit = self._options.limits.request_timeout_s
+                    raise GenerationError(f"the generation took longer than {limit:g} s") from None
+                event = LegLost(self.sequence, self._rounds.verify_epoch, f"no verdict for {bound:g} s")
+            match event:
+                case _Progress():
+                    return event
+                case OutriderError():
+                    raise event
+                case LegLost() if event.epoch == self._rounds.verify_epoch:
+                    await self._rehome_verifier(event.reason)
+
+    # ---- the verifier's leg
+
+    async def _lease_verifier(self) -> None:
+        opening = self._opening(self._rounds.verify_epoch)
+        leg = await self._coordinator.verifiers.lease(opening, self._on_verifier)
+        self._rounds.attach_verifier(leg, opening.plan)
+
+    async def _rehome_verifier(self, reason: str) -> None:
+        self._rounds.detach_verifier()
+        if self._rounds.verify_epoch > REHOMES_ALLOWED:
+            raise UnavailableError(f"{self._rounds.verify_epoch} verifiers were lost, the last: {reason}")
+        await self._lease_verifier()
+
+    def _on_verifier(self, message: FromVerifier) -> None:
+        match message:
+            case Verdict():
+                if message.error is not None and message.epoch == self._rounds.verify_epoch:
+                    self._events.put_nowait(GenerationError(message.error))
+                    return
+                self.stats.cached_tokens = self.stats.cached_tokens or message.cached_tokens
+                self.stats.queue_time = self.stats.queue_time or message.queue_time
+                committed = self._rounds.on_verdict(message)
+                if committed is not None:
+                    self._events.put_nowait(_Progress(committed, message.finish))
+            case Resync():
+                if self._rounds.on_verifier_resync(message):
+                    lost = LegLost(message.sequence, message.epoch, "the verifier does not know the sequence")
+                    self._events.put_nowait(lost)
+            case LegLost():
+                self._events.put_nowait(message)
+
+    # ---- the drafter's leg
+
+    async def _lease_drafter(self) -> None:
+        """Find a drafter. Not finding one costs speed, never the request."""
+        drafters = self._coordinator.drafters
+        if drafters is None:
+            return
+        opening = self._opening(self._rounds.draft_epoch)
+        try:
+            leg = await drafters.lease(opening, self._on_drafter)
+        except OutriderError as error:
+            self._rounds.detach_drafter(f"no drafter: {error}")
+            return
+        self.stats.fallback = None
+        self._rounds.attach_drafter(leg, opening)
+
+    def _on_drafter(self, message: FromDrafter) -> None:
+        match message:
+            case Resync():
+                if self._rounds.on_drafter_resync(message):
+                    self._replace_drafter("the drafter does not know the sequence")
+            case LegLost():
+                if message.epoch == self._rounds.draft_epoch:
+                    self._replace_drafter(message.reason)
+            case _:
+                self._rounds.on_proposal(message)
+
+    def _replace_drafter(self, reason: str) -> None:
+        self._rounds.detach_drafter(f"drafter lost: {reason}")
+        self._rounds.draft_epoch += 1
+        self._drafters_lost += 1
+        if self._drafters_lost <= REHOMES_ALLOWED:
+            self._leasing = asyncio.create_task(self._lease_drafter())
+
+    def _opening(self, epoch: int) -> Open:
+        tokens = self._rounds.tokens
+        return Open(
+            self.sequence,
+            epoch,
+            prompt=self.request.prompt,
+            committed=tuple(tokens[len(self.request.prompt) :]),
+            sampling=self.request.sampling,
+            limits=self._limits,
+            plan=self._rounds.plan,
+            traceparent=self.request.traceparent,
+        )

@@ -1,0 +1,150 @@
+"""From arguments to a running engine: finds the checkpoint, picks the implementation, sizes the cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider import models
+from outrider.config import EngineArgs
+from outrider.contracts import TargetInfo
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.engine.engine import Engine
+    from outrider.engine.model import CausalModel
+
+logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def target_info(args: EngineArgs) -> TargetInfo:
+    """What the target's files say, without reading its weights."""
+    folder = models.resolve(args.model)
+    config = text_config(folder)
+    return TargetInfo(
+        model=str(folder),
+        vocab_size=vocabulary_size(folder, config),
+        max_model_len=context_length(args, config),
+        dtype=_dtype_name(args.dtype, config),
+        device=_device_name(args.device),
+    )
+
+
+def load_engine(args: EngineArgs) -> Engine:
+    """The target model behind an `Engine`, with its KV cache allocated. Raises `ConfigError`."""
+    import torch
+
+    from outrider.engine.engine import Engine
+
+    torch.set_num_threads(args.cpu_threads)
+    target = target_info(args)
+    model = load_model(
+        Path(target.model),
+        dtype=target.dtype,
+        device=target.device,
+        block_size=args.block_size,
+        cpu_kernels=args.cpu_kernels,
+    )
+    num_blocks = args.num_kv_blocks or args.kv_cache_memory_bytes // model.bytes_per_block()
+    room = num_blocks * args.block_size
+    if room < target.max_model_len and args.max_model_len is not None:
+        raise ConfigError(
+            f"the KV cache holds {room} tokens and max_model_len is {args.max_model_len}: one sequence must "
+            "always fit; raise kv_cache_memory_bytes (or num_kv_blocks) or lower max_model_len"
+        )
+    if room < 2 * args.block_size:
+        raise ConfigError(
+            f"kv_cache_memory_bytes {args.kv_cache_memory_bytes} holds {num_blocks} blocks of "
+            f"{model.bytes_per_block()} bytes: at least 2 are needed"
+        )
+    return Engine(
+        model,
+        num_blocks=num_blocks,
+        vocab_size=target.vocab_size,
+        max_model_len=min(target.max_model_len, room),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefix_caching=args.enable_prefix_caching,
+    )
+
+
+def load_model(folder: Path, *, dtype: str, device: str, block_size: int, cpu_kernels: str) -> CausalModel:
+    """The fastest implementation that can run this checkpoint here. Raises `ConfigError`.
+
+    cpu_kernels: "native" insists on the C kernels, "torch" refuses them, "auto" takes them where they fit
+    and says so where they do not.
+    """
+    import torch
+
+    from outrider.engine.transformers_model import TransformersModel
+
+    torch_dtype: torch.dtype = getattr(torch, _dtype_name(dtype, text_config(folder)))
+    if cpu_kernels != "torch" and device == "cpu":
+        from outrider.engine import native_model
+
+        reason = native_model.unsupported(folder, torch_dtype)
+        if reason is None:
+            return native_model.NativeModel(folder, block_size=block_size)
+        if cpu_kernels == "native":
+            raise ConfigError(f"cpu_kernels: native cannot run {folder}: {reason}; use auto or torch")
+        logger.info("%s runs on torch kernels: %s", folder, reason)
+    return TransformersModel(folder, dtype=torch_dtype, device=torch.device(device), block_size=block_size)
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """config.json, or its text part for models that have several."""
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return {**config, **config.get("text_config", {})}
+
+
+def context_length(args: EngineArgs, config: dict[str, Any]) -> int:
+    """The model's own limit, or less where asked."""
+    own = config.get("max_position_embeddings") or config.get("n_positions")
+    if own is None:
+        if args.max_model_len is None:
+            raise ConfigError(f"{args.model} does not say its context length: set max_model_len")
+        return args.max_model_len
+    if args.max_model_len is not None and args.max_model_len > own:
+        raise ConfigError(f"max_model_len {args.max_model_len} is above the model's own {own}: lower it")
+    return min(args.max_model_len or own, int(own))
+
+
+def vocabulary_size(folder: Path, config: dict[str, Any]) -> int:
+    """Ids that mean something: the tokenizer's where the model's embedding is padded beyond it."""
+    padded = int(config["vocab_size"])
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return padded
+    from tokenizers import Tokenizer
+
+    return min(padded, int(Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True)))
+
+
+def _dtype_name(asked: str, config: dict[str, Any]) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32" if asked == "auto" else asked
+    if name not in TORCH_DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one of {', '.join(TORCH_DTYPES)}: set dtype")
+    return str(name)
+
+
+def _device_name(asked: str) -> str:
+    import torch
+
+    if asked == "cpu":
+        return asked
+    available = torch.cuda.is_available()
+    if asked == "auto":
+        return "cuda" if available else "cpu"
+    if not available:
+        raise ConfigError(f"device {asked!r} was asked for and torch sees no CUDA device: use cpu or auto")
+    return asked

@@ -1,0 +1,250 @@
+"""The whole service in one process, without Ray: for notebooks, tests, benchmarks and the audit.
+
+    with outrider.local({"model": "smollm2", "speculative_config": {"method": "ngram"}}) as service:
+        print(service.generate("The capital of France is", max_tokens=16).text)
+
+The same coordinator, rounds, engine and drafters as under Ray Serve; only the legs are function calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.config import LocalConfig, RouterOptions, parse
+from outrider.contracts import Drafter
+from outrider.coordinator import Coordinator, Generation
+from outrider.engine.engine import Engine, Event
+from outrider.engine.loading import load_engine, target_info
+from outrider.engine.loop import VerifierLoop
+from outrider.errors import OutriderError, RequestError, UnavailableError
+from outrider.generation import Chunk, GenerationRequest, GenerationStats
+from outrider.messages import Close, FinishReason, FromVerifier, Open, Plan, SamplingParams, VerifyOrder
+from outrider.registry import drafter_factory
+from outrider.text import Tokenizer
+
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation."""
+
+    text: str
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]  # which tokens were accepted drafts
+    finish: FinishReason
+    stats: GenerationStats
+
+
+class LocalVerifierPool:
+    """The one verifier of this process, driven by its own thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.loop = VerifierLoop(engine, self._deliver)
+        self._receivers: dict[str, tuple[asyncio.AbstractEventLoop, Callable[[FromVerifier], None]]] = {}
+
+    async def lease(self, opening: Open, deliver: Callable[[FromVerifier], None]) -> LocalLeg:
+        if not self.loop.alive:
+            raise UnavailableError("the local verifier has stopped")
+        self._receivers[opening.sequence] = (asyncio.get_running_loop(), deliver)
+        self.loop.submit([opening])
+        return LocalLeg(self, opening.sequence)
+
+    def send(self, message: Plan | VerifyOrder | Close) -> None:
+        if isinstance(message, Close):
+            self._receivers.pop(message.sequence, None)
+        self.loop.submit([message])
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """On the verifier's thread: hand a step's events over in one call a caller's loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Callable[[FromVerifier], None], Event]]] = {}
+        for event in events:
+            receiver = self._receivers.get(event.sequence)
+            if receiver is not None:
+                by_loop.setdefault(receiver[0], []).append((receiver[1], event))
+        for loop, calls in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_call_all, calls)
+            except RuntimeError:  # that loop was closed: nobody listens any more
+                continue
+
+
+def _call_all(calls: list[tuple[Callable[[FromVerifier], None], Event]]) -> None:
+    for deliver, event in calls:
+        deliver(event)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLeg:
+    """A sequence's leg to the local verifier."""
+
+    pool: LocalVerifierPool
+    sequence: str
+    replica: str = "local"
+
+    def send(self, message: Plan | VerifyOrder | Close) -> None:
+        self.pool.send(message)
+
+
+class LocalService:
+    """`generate` and `stream` for threads without a loop; `coordinator` for those with one."""
+
+    def __init__(
+        self, config: LocalConfig, *, engine: Engine | None = None, drafter: Drafter | None = None
+    ) -> None:
+        """`engine` and `drafter` replace what the config would load: for tests and experiments."""
+        self.config = config
+        target = target_info(config)
+        self.tokenizer = Tokenizer(target.model)
+        spec = config.speculative_config
+        if drafter is None and spec is not None:
+            drafter = drafter_factory(spec.method)(spec, target)
+        self._pool = LocalVerifierPool(engine or load_engine(config))
+        self.coordinator = Coordinator(
+            target=target,
+            tokenizer=self.tokenizer,
+            verifiers=self._pool,
+            drafters=None,
+            drafter=drafter,
+            options=RouterOptions(speculative_config=spec, limits=config.limits, planner=config.planner),
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-local", daemon=True)
+        self._thread.start()
+        self._pool.loop.start()
+
+    @property
+    def verifier(self) -> VerifierLoop:
+        return self._pool.loop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the verifier's thread and the loop; running generations end with an error."""
+        self._pool.loop.stop(STOP_TIMEOUT_S)
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_TIMEOUT_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def request(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        speculative: bool | int = True,
+    ) -> GenerationRequest:
+        """Build a request from text, token ids or chat messages.
+
+        `speculative`: False decodes plainly, a number is this request's upper K.
+        """
+        return GenerationRequest(
+            prompt=tuple(self._encode(prompt)),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=int.from_bytes(os.urandom(8), "big", signed=True) if seed is None else seed,
+            ),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            max_draft_tokens=None if speculative is True else int(speculative),
+        )
+
+    def generate(
+        self, prompt: str | Sequence[int] | Sequence[Mapping[str, str]], **options: Any
+    ) -> Completion:
+        """One completion, with the keyword arguments of `request`."""
+        (completion,) = self.generate_many([self.request(prompt, **options)])
+        return completion
+
+    def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """All requests at once, batched by the verifier; results in order. The first error is raised."""
+
+        async def gather() -> list[Completion]:
+            return await asyncio.gather(*(complete(self.coordinator.start(r)) for r in requests))
+
+        return asyncio.run_coroutine_threadsafe(gather(), self._loop).result()
+
+    def stream(
+        self, prompt: str | Sequence[int] | Sequence[Mapping[str, str]], **options: Any
+    ) -> Iterator[Chunk]:
+        """Chunks as they are committed. Leaving the iterator early cancels the generation."""
+        generation = self.coordinator.start(self.request(prompt, **options))
+        chunks: queue.Queue[Chunk | OutriderError | None] = queue.Queue()
+
+        async def pump() -> None:
+            try:
+                async for chunk in generation:
+                    chunks.put(chunk)
+                chunks.put(None)
+            except OutriderError as error:
+                chunks.put(error)
+            finally:
+                await generation.aclose()
+
+        pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while (item := chunks.get(timeout=self.config.limits.request_timeout_s)) is not None:
+                if isinstance(item, OutriderError):
+                    raise item
+                yield item
+        finally:
+            pumping.cancel()
+
+    def _encode(self, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        items = list(prompt)
+        if all(isinstance(item, int) for item in items):
+            return [item for item in items if isinstance(item, int)]
+        messages = [item for item in items if isinstance(item, Mapping)]
+        if len(messages) != len(items):
+            raise RequestError("a prompt is text, token ids or chat messages, not a mixture", param="prompt")
+        return self.tokenizer.encode_chat(
+            [{"role": message["role"], "content": message["content"]} for message in messages]
+        )
+
+
+async def complete(generation: Generation) -> Completion:
+    """Iterate a generation to its end."""
+    text: list[str] = []
+    tokens: list[int] = []
+    drafted: list[bool] = []
+    finish = FinishReason.STOP
+    try:
+        async for chunk in generation:
+            text.append(chunk.text)
+            tokens += chunk.tokens
+            drafted += chunk.drafted
+            finish = chunk.finish or finish
+    finally:
+        await generation.aclose()
+    return Completion("".join(text), tuple(tokens), tuple(drafted), finish, generation.stats)
+
+
+def local(
+    config: LocalConfig | Mapping[str, Any], *, engine: Engine | None = None, drafter: Drafter | None = None
+) -> LocalService:
+    """Start a service in this process. Raises `ConfigError`; close it, or use it as a context manager."""
+    checked = config if isinstance(config, LocalConfig) else parse(LocalConfig, dict(config), where="config")
+    return LocalService(checked, engine=engine, drafter=drafter)

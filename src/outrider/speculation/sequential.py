@@ -1,0 +1,198 @@
+"""The reference schedule: draft, then verify. The router's half of one sequence's rounds.
+
+No I/O and no clock: messages come in by `on_*`, go out by the legs that are attached. What it keeps can be
+rebuilt from the committed tokens at any time: that is how a leg is re-homed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from outrider.contracts import DraftContext, Drafter, DrafterLeg, VerifierLeg
+from outrider.generation import GenerationRequest, GenerationStats
+from outrider.messages import Close, DraftOrder, Open, Plan, Proposal, Resync, Verdict, VerifyOrder
+
+logger = logging.getLogger(__name__)
+
+MISSED_GATES_ALLOWED = 8
+"""Rounds in a row that may pass without the drafter's answer before the sequence decodes plainly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Tokens that a verdict added to what the router knew."""
+
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]  # which of them were accepted drafts
+
+
+class SequentialRounds:
+    """Steers one sequence: every verdict is answered with the next drafts, or with a plan of none."""
+
+    def __init__(
+        self,
+        sequence: str,
+        request: GenerationRequest,
+        *,
+        num_tokens: int,
+        gate_s: float,
+        drafter: Drafter | None,
+        stats: GenerationStats,
+    ) -> None:
+        """`num_tokens` is K; `drafter` drafts in this process, None means a leg may come later."""
+        self.sequence = sequence
+        self.tokens: list[int] = list(request.prompt)
+        self.verify_epoch = 0
+        self.draft_epoch = 0
+        self._request = request
+        self._num_tokens = num_tokens
+        self._gate_s = gate_s
+        self._drafter = drafter
+        self._stats = stats
+        self._verifier: VerifierLeg | None = None
+        self._remote: DrafterLeg | None = None
+        self._drafter_knows = 0  # tokens that the remote drafter was told
+        self._asked_at: int | None = None  # base of the draft order that is out
+        self._missed = 0
+
+    # ---- legs
+
+    @property
+    def plan(self) -> Plan:
+        """Gated while somebody drafts, free-running otherwise."""
+        drafting = self._drafter is not None or self._remote is not None
+        return Plan(
+            self.sequence,
+            self.verify_epoch,
+            num_tokens=self._num_tokens if drafting else 0,
+            gate_s=self._gate_s if drafting else 0.0,
+        )
+
+    def attach_verifier(self, leg: VerifierLeg, opened_with: Plan) -> None:
+        """The verifier has the sequence. It is told if the plan changed while it was being leased."""
+        self._verifier = leg
+        if self.plan != opened_with:
+            leg.send(self.plan)
+        if self._stats.steps and self._drafter is not None:
+            self._order_drafts()  # its first verdict overtook the leg
+
+    def attach_drafter(self, leg: DrafterLeg, opening: Open) -> None:
+        """A remote drafter knows the tokens of `opening`: from now on the verifier waits for orders."""
+        self._remote = leg
+        self._drafter_knows = len(opening.prompt) + len(opening.committed)
+        self._asked_at, self._missed = None, 0
+        if self._verifier is not None:
+            self._verifier.send(self.plan)
+        self._order_drafts()
+
+    def detach_drafter(self, reason: str) -> None:
+        """No more drafts, for the given reason: the sequence free-runs."""
+        self._remote, self._drafter = None, None
+        self._stats.fallback = reason
+        if self._verifier is not None:
+            self._verifier.send(self.plan)
+
+    def detach_verifier(self) -> None:
+        """The verifier is gone; its successor gets a new epoch and all committed tokens."""
+        self._verifier = None
+        self.verify_epoch += 1
+        self._asked_at = None
+
+    def close(self, *, cancelled: bool) -> None:
+        """Free the sequence on both legs."""
+        if self._verifier is not None:
+            self._verifier.send(Close(self.sequence, self.verify_epoch, cancelled=cancelled))
+        if self._remote is not None:
+            self._remote.send(Close(self.sequence, self.draft_epoch, cancelled=cancelled))
+        if self._drafter is not None:
+            self._drafter.forget(self.sequence)
+        self._verifier, self._remote, self._drafter = None, None, None
+
+    # ---- messages
+
+    def on_verdict(self, verdict: Verdict) -> Committed | None:
+        """Take the truth in and order the next drafts. None: nothing new (a replay, or an old epoch)."""
+        if verdict.epoch != self.verify_epoch:
+            return None
+        known = len(self.tokens) - verdict.base_len
+        if known < 0:  # a verdict was lost: an order on the old base has it replayed
+            self._order(len(self.tokens), ())
+            return None
+        new = verdict.tokens[known:]
+        if verdict.batch:  # a step, not a replay
+            self._stats.count(drafted=verdict.drafted, accepted=verdict.accepted)
+            self._missed = self._missed + 1 if self._asked_at is not None and not verdict.drafted else 0
+        if not new:
+            return None
+        self.tokens += new
+        if verdict.finish is None:
+            self._order_drafts()
+        drafted = tuple(known + index < verdict.accepted for index in range(len(new)))
+        return Committed(new, drafted)
+
+    def on_proposal(self, proposal: Proposal) -> None:
+        """Pass a draft on. One that comes late is still sent: the verifier re-bases it."""
+        if proposal.epoch != self.draft_epoch or self._remote is None:
+            return
+        self._asked_at = None
+        if proposal.base_len < len(self.tokens):
+            self._stats.late_proposals += 1
+        self._order(proposal.base_len, proposal.tokens)
+
+    def on_verifier_resync(self, resync: Resync) -> bool:
+        """The verifier has less than the router: True when the sequence must be opened anew there."""
+        return resync.epoch == self.verify_epoch and resync.committed_len < len(self.tokens)
+
+    def on_drafter_resync(self, resync: Resync) -> bool:
+        """The drafter's base is another: tell it what it lacks. True when it must be opened anew."""
+        if resync.epoch != self.draft_epoch or self._remote is None:
+            return False
+        if not 0 < resync.committed_len <= len(self.tokens):
+            return True
+        self._drafter_knows = resync.committed_len
+        self._order_drafts()
+        return False
+
+    # ---- orders
+
+    def _order_drafts(self) -> None:
+        if self._drafter is not None:
+            drafts = self._propose(self._drafter)
+            if drafts is not None:
+                self._order(len(self.tokens), drafts)
+        elif self._remote is not None:
+            if self._missed >= MISSED_GATES_ALLOWED:
+                self._remote.send(Close(self.sequence, self.draft_epoch))
+                self.detach_drafter(f"the drafter was late {self._missed} rounds in a row")
+                return
+            self._asked_at = len(self.tokens)
+            self._remote.send(
+                DraftOrder(
+                    self.sequence,
+                    self.draft_epoch,
+                    base_len=len(self.tokens),
+                    committed_since=tuple(self.tokens[self._drafter_knows :]),
+                    num_tokens=self._num_tokens,
+                    traceparent=self._request.traceparent,
+                )
+            )
+            self._drafter_knows = len(self.tokens)
+
+    def _propose(self, drafter: Drafter) -> tuple[int, ...] | None:
+        context = DraftContext(self.sequence, self.tokens, self._num_tokens, self._request.sampling)
+        try:
+            (drafts,) = drafter.propose([context])
+            return tuple(int(token) for token in drafts)
+        except Exception as error:  # a plugin's fault costs drafts, never the request
+            logger.exception("the in-process drafter failed on %s; it decodes plainly", self.sequence)
+            self.detach_drafter(f"the drafter failed: {type(error).__name__}")
+            return None
+
+    def _order(self, base_len: int, drafts: tuple[int, ...]) -> None:
+        if self._verifier is not None:
+            self._verifier.send(
+                VerifyOrder(
+                    self.sequence, self.verify_epoch, base_len, drafts, traceparent=self._request.traceparent
+                )
+            )
