@@ -1,0 +1,54 @@
+"""The application: three plain classes become three deployments. The only place that knows `@serve.deployment`.
+
+`import_path: outrider_serve.app:build`. No `from __future__ import annotations` here: Serve reads the
+builder's annotation and hands a plain dict to a builder whose annotation is a string.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from outrider.config import ReplicaArgs, ServiceArgs
+from outrider_serve.drafter import DrafterReplica
+from outrider_serve.router import RouterReplica
+from outrider_serve.verifier import VerifierReplica
+
+DRAIN_S = 660.0
+"""A leaving replica waits so long for its sequences: above the default `limits.request_timeout_s` of 600."""
+
+LEASES_PER_PLACE = 2
+"""A verifier with every place taken must still be able to answer `Full`; Serve's own limit stays above that."""
+
+
+def build(args: ServiceArgs) -> Application:
+    """The deployments of one service. Their `user_config` comes from the service's file."""
+    verifiers = serve.deployment(
+        name="Verifier",
+        max_ongoing_requests=LEASES_PER_PLACE * args.max_num_seqs,
+        **_common(args.verifier),
+    )(VerifierReplica).bind(args)
+    drafters = None
+    if args.drafter.placement == "actor":
+        drafters = serve.deployment(
+            name="Drafter",
+            max_ongoing_requests=LEASES_PER_PLACE * args.drafter.max_num_seqs,
+            **_common(args.drafter),
+        )(DrafterReplica).bind(args)
+    # The ASGI application is built by each replica, over its own coordinator: `__serve_build_asgi_app__`.
+    router = serve.ingress()(RouterReplica)
+    return serve.deployment(
+        name="Router",
+        max_ongoing_requests=args.router.max_ongoing_requests,
+        **_common(args.router),
+    )(router).bind(args, verifiers, drafters)
+
+
+def _common(pool: ReplicaArgs) -> dict[str, Any]:
+    return {
+        "num_replicas": pool.num_replicas,
+        "ray_actor_options": {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
+        "graceful_shutdown_timeout_s": DRAIN_S,
+        "health_check_period_s": 5.0,
+        "health_check_timeout_s": 30.0,
+    }
