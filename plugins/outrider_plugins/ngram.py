@@ -18,7 +18,7 @@ from outrider.contracts import DraftContext, TargetInfo
 from outrider.errors import ConfigError
 
 MAX_ENTRIES = 1 << 20
-"""N-grams kept over all sequences, about 140 bytes each. Beyond it the sequence that was unused for longest is
+"""N-grams kept over all sequences, about 140 bytes each. Beyond it the sequence unused for longest is
 dropped and, should it come back, indexed anew. The sequence at hand is always kept whole."""
 
 
