@@ -79,9 +79,9 @@ def check(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        return [f"{path}: cannot be read: {error.strerror}"]
+        return [f"cannot be read: {error.strerror}"]
     except UnicodeDecodeError as error:
-        return [f"{path}: not UTF-8 text: {error.reason} at byte {error.start}"]
+        return [f"not UTF-8 text: {error.reason} at byte {error.start}"]
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
