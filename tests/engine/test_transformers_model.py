@@ -51,6 +51,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **{**ROTARY, "num_hidden_layers": 4, **HYBRID_WINDOWS}, query_pre_attn_scalar=16
     ),
+    "gemma4_with_shared_keys": lambda: transformers.Gemma4TextConfig(
+        **{**ROTARY, "num_hidden_layers": 6},
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
     ),
@@ -147,12 +155,10 @@ def step(model: TransformersModel, *parts: tuple[Text, Sequence[int]]) -> list[T
         spans.append(Span(len(tokens), len(new), len(text.tokens), text.blocks[:used]))
         tokens += new
         positions += range(old, old + len(new))
-    batch = Batch(
-        torch.tensor(tokens), torch.tensor(positions), tuple(spans), torch.arange(len(tokens))
-    )
+    batch = Batch(torch.tensor(tokens), torch.tensor(positions), tuple(spans), torch.arange(len(tokens)))
     logits = model.forward(batch)
     assert logits.dtype == torch.float32
-    return list(logits.split([len(new) for _, new in parts]))
+    return list(torch.split(logits, [len(new) for _, new in parts]))
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -175,10 +181,14 @@ def test_every_row_of_every_step_has_the_logits_of_the_models_own_forward(
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
     check((scattered, random_tokens(20, 1)), (short, random_tokens(9, 2)))
-    check((scattered, random_tokens(13, 3)), (consecutive, random_tokens(30, 4)), (short, random_tokens(1, 5)))
+    check(
+        (scattered, random_tokens(13, 3)), (consecutive, random_tokens(30, 4)), (short, random_tokens(1, 5))
+    )
     check((short, random_tokens(3, 6)), (scattered, random_tokens(5, 7)), (consecutive, random_tokens(1, 8)))
     del scattered.tokens[-4:], short.tokens[-2:]  # drafts were rejected
-    check((scattered, random_tokens(2, 9)), (consecutive, random_tokens(5, 10)), (short, random_tokens(1, 11)))
+    check(
+        (scattered, random_tokens(2, 9)), (consecutive, random_tokens(5, 10)), (short, random_tokens(1, 11))
+    )
     check((consecutive, random_tokens(1, 12)))
 
 

@@ -1,7 +1,8 @@
 """The Triton kernel against dense attention: on a GPU where there is one, else in Triton's interpreter.
 
-Triton decides when it is imported whether it interprets, and other tests may have imported it long ago. So this
-file runs itself as a program of its own: it writes the kernel's outputs for all cases, the tests look at them.
+Triton decides when it is imported whether it interprets, and other tests may have imported it long ago. So
+this file runs itself as a program of its own: it writes the kernel's outputs for all cases, the tests look at
+them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def make(case: Case, seed: int = 0) -> Made:
         positions += [length - rows + depth for depth in depths]
         spans.append(Span(start, rows, length, blocks))
         start += rows
-    batch = Batch(torch.zeros(start, dtype=torch.int64), torch.tensor(positions), tuple(spans), torch.arange(1))
+    batch = Batch(
+        torch.zeros(start, dtype=torch.int64), torch.tensor(positions), tuple(spans), torch.arange(1)
+    )
     blocks_in_pool = (sum(counts) + 3, case.page, case.kv_heads)
     return Made(
         query=normal(case.heads, start, case.key_size),

@@ -5,7 +5,7 @@ once a layer. `register()` puts `call_active` under the name `outrider`; it forw
 made active: the probe's recorder at start, a model's own `PagedAttention` in a step. The active one is a
 context variable, so a target and a draft model live side by side in one process, also in two threads.
 
-    model.forward(row of tokens) ── each layer ──► PagedAttention: write K, V into slots ──► attend: torch or Triton
+    model.forward(row of tokens) ── each layer ──► PagedAttention: write K, V ──► attend: torch or Triton
 
 Shapes: R rows of the step (all spans, one after the other), Hq query heads, Hkv KV heads, G = Hq / Hkv,
 D head size of queries and keys, Dv of values, L keys that a span reads, n rows of a span.
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.engine.model import Batch, Span
+from outrider.errors import ConfigError
 
 INTERFACE = "outrider"
 """The name under which transformers knows our attention function."""
@@ -33,7 +34,8 @@ T = TypeVar("T")
 
 
 class AttentionFunction(Protocol):
-    """What transformers calls: query (1, Hq, R, D), key and value (1, Hkv, R, D) to ((1, R, Hq, Dv), None)."""
+    """What transformers calls: query (1, Hq, R, D), key and value (1, Hkv, R, D) to ((1, R, Hq, Dv),
+    None)."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
@@ -61,8 +63,11 @@ def call_active(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function. A mask means that the model saw one flat sequence: our bug."""
-    assert attention_mask is None, "transformers built a mask although `outrider` registers none"
+    """The registered attention function; a mask can only be one that the model made over the flat row."""
+    if attention_mask is not None:
+        raise ConfigError(
+            f"model: {type(module).__name__} builds a mask of its own, which is not implemented"
+        )
     return _active.get()(module, query, key, value, options), None
 
 
@@ -162,7 +167,8 @@ class Step:
         return pool.index_select(0, ids).flatten(0, 1)[first - start : span.length - start]
 
     def visible(self, index: int, window: int | None) -> Tensor | None:
-        """Which keys, from `first_key` on, each row of a span sees: bool (n, L) on the CPU; None means all."""
+        """Which keys, from `first_key` on, each row of a span sees: bool (n, L) on the CPU; None means
+        all."""
         span = self.spans[index]
         first = self.first_key(index, window)
         if span.rows == 1 and index not in self.ancestors:

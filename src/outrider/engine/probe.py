@@ -7,8 +7,8 @@ sequence twice, then one token at the last position of the context, and compares
 own attention on the sequence alone. Position arithmetic over the whole row, state that leaks between
 neighbours, biases that travel in the mask and unknown kinds of attention all show as a difference.
 
-Not shown by the probe: what only happens beyond its few tokens (`PROBE_ROWS`). Windows are longer than that, so
-they are read from the layers' arguments and compared with the configuration instead.
+Not shown by the probe: what only happens beyond its few tokens (`PROBE_ROWS`). Windows are longer than that,
+so they are read from the layers' arguments and compared with the configuration instead.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def check_config(config: Any, model_class: Any) -> None:
             "use the unquantised weights (float32, bfloat16 or float16)"
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"model: {name} is an encoder-decoder; only decoder-only language models are served")
+        raise ConfigError(
+            f"model: {name} is an encoder-decoder; only decoder-only language models are served"
+        )
     if model_class is None:
         raise ConfigError(f"model: {name} has no causal language model in transformers; it cannot be served")
     if getattr(model_class, "_is_stateful", False):
@@ -80,7 +82,16 @@ def check_config(config: Any, model_class: Any) -> None:
         )
     text = config.get_text_config()
     _check_layer_types(name, text)
+    if not model_class._can_set_attn_implementation():
+        raise ConfigError(_no_interface(name))
     _check_rope(name, text)
+
+
+def _no_interface(name: str) -> str:
+    return (
+        f"model: {name} does not call its attention through transformers' attention interface, so its cache "
+        "cannot be paged; use one of the tested families (docs/models.md)"
+    )
 
 
 def _check_layer_types(name: str, text: Any) -> None:
@@ -95,7 +106,9 @@ def _check_layer_types(name: str, text: Any) -> None:
         )
         raise ConfigError(f"model: {name} has layers of type {', '.join(unknown)}, which {reason}")
     if getattr(text, "attention_chunk_size", None):
-        raise ConfigError(f"model: {name} uses chunked attention (attention_chunk_size), which is not implemented")
+        raise ConfigError(
+            f"model: {name} uses chunked attention (attention_chunk_size), which is not implemented"
+        )
 
 
 def _check_rope(name: str, text: Any) -> None:
@@ -106,17 +119,32 @@ def _check_rope(name: str, text: Any) -> None:
         kind = rope.get("rope_type", "default") or "default"
         if "dynamic" in kind or kind == "longrope":
             raise ConfigError(
-                f"model: {name} uses {kind} RoPE, which takes its frequencies from the largest position in the "
-                "whole batch: a long neighbour would change another request's text; use a checkpoint with "
-                "default, linear, llama3 or yarn RoPE"
+                f"model: {name} uses {kind} RoPE, which takes its frequencies from the largest position in "
+                "the whole batch: a long neighbour would change another request's text; use a checkpoint "
+                "with default, linear, llama3 or yarn RoPE"
             )
 
 
 def probe(model: Any, *, attend: Attend, max_model_len: int) -> ModelProfile:
     """Run the model on a short row, note what its layers ask for, and compare with its own attention.
 
-    `model` is a transformers causal language model loaded with the `outrider` attention. Raises `ConfigError`.
+    `model` is a transformers causal language model loaded with the `outrider` attention. Raises
+    `ConfigError`.
     """
+    try:
+        return _probe(model, attend, max_model_len)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A family that was never tried can fail in any way; its user is owed a reason, not a stack trace.
+        raise ConfigError(
+            f"model: {model.config.model_type} fails on a flat row of tokens: {type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}; use one of the "
+            "tested families (docs/models.md)"
+        ) from error
+
+
+def _probe(model: Any, attend: Attend, max_model_len: int) -> ModelProfile:
     name = model.config.model_type
     text = model.config.get_text_config()
     rows = min(PROBE_ROWS, max_model_len)
@@ -142,9 +170,9 @@ def probe(model: Any, *, attend: Attend, max_model_len: int) -> ModelProfile:
         error = _relative_error(ours[start : start + rows], own)
         if error > TOLERANCE[model.dtype]:
             raise ConfigError(
-                f"model: {name} gives other logits {which} in a flat row than with its own attention (relative "
-                f"error {error:.2g}, allowed {TOLERANCE[model.dtype]:g}): its layers depend on something that "
-                "paged attention does not see; use one of the tested families (docs/models.md)"
+                f"model: {name} gives other logits {which} in a flat row than with its own attention "
+                f"(relative error {error:.2g}, allowed {TOLERANCE[model.dtype]:g}): its layers depend on "
+                "something that paged attention does not see; use one of the tested families (docs/models.md)"
             )
     return ModelProfile(layers, own.shape[-1])
 
@@ -159,7 +187,8 @@ class _Call:
 
 
 class _Recorder:
-    """An attention function that notes each call and answers it with the real kernel over a pool of its own."""
+    """An attention function that notes each call and answers it with the real kernel over a pool of its
+    own."""
 
     def __init__(self, step: Step, attend: Attend) -> None:
         self.calls: list[_Call] = []
@@ -203,7 +232,9 @@ def _profile(name: str, call: _Call, calls: Sequence[_Call]) -> LayerProfile:
         raise ConfigError(f"model: {name} runs one attention layer twice in a pass, which is not implemented")
     shared = next((i for i, other in enumerate(earlier) if _same(other.key, call.key)), None)
     if shared is not None and not _same(earlier[shared].value, call.value):
-        raise ConfigError(f"model: {name} shares keys but not values between layers, which is not implemented")
+        raise ConfigError(
+            f"model: {name} shares keys but not values between layers, which is not implemented"
+        )
     return LayerProfile(
         module=call.module,
         heads=call.query.shape[1],
@@ -225,14 +256,11 @@ def _says_nothing(option: str, value: object) -> bool:
 def _check_layers(name: str, text: Any, layers: Sequence[LayerProfile]) -> None:
     """Compare what the layers asked for with what the configuration promises."""
     if not layers:
-        raise ConfigError(
-            f"model: {name} does not call its attention through transformers' attention interface, so its cache "
-            "cannot be paged; use one of the tested families (docs/models.md)"
-        )
+        raise ConfigError(_no_interface(name))
     if len(layers) < text.num_hidden_layers:
         raise ConfigError(
-            f"model: only {len(layers)} of the {text.num_hidden_layers} layers of {name} are attention; what the "
-            "others remember cannot be rolled back after a rejected draft"
+            f"model: only {len(layers)} of the {text.num_hidden_layers} layers of {name} are attention; what "
+            "the others remember cannot be rolled back after a rejected draft"
         )
     # Without `layer_types`, a configured window holds for every layer that takes it.
     kinds = getattr(text, "layer_types", None)
@@ -248,8 +276,8 @@ def _check_layers(name: str, text: Any, layers: Sequence[LayerProfile]) -> None:
 
 
 def _ordinary_tokens(count: int, vocab_size: int) -> Tensor:
-    """Ids spread over the vocabulary: (count,). Special tokens sit at its ends, and barely trained ones make a
-    model's logits jump by half on nothing but rounding."""
+    """Ids spread over the vocabulary: (count,). Special tokens sit at its ends, and barely trained ones make
+    a model's logits jump by half on nothing but rounding."""
     return torch.arange(1, count + 1) * (vocab_size // (count + 2)) % vocab_size
 
 

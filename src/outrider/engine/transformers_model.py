@@ -1,7 +1,8 @@
 """Any supported causal language model of `transformers` as the engine's `CausalModel`.
 
-A step is one forward of the whole model over one flat row of tokens, (1, R), with explicit positions. All that
-transformers would keep or mask is ours: its cache is off, and its attention layers call `PagedAttention`.
+A step is one forward of the whole model over one flat row of tokens, (1, R), with explicit positions. All
+that transformers would keep or mask is ours: its cache is off, and its attention layers call
+`PagedAttention`.
 
 The KV cache keeps every position, also in layers with a sliding window: a window only limits what is read. A
 cache that wraps around, as transformers' own does, could not be rolled back after a rejected draft.
@@ -96,7 +97,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Write the rows' keys and values into their blocks and return logits (L, V) in float32, on `device`."""
+        """Write the rows' keys and values into their blocks and return logits (L, V) in float32, on
+        `device`."""
         attention = self._attention
         assert attention is not None, "allocate comes before the first forward"
         attention.begin(Step(batch, block_size=self.block_size, device=self.device))
@@ -149,7 +151,9 @@ def _load(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 def _max_model_len(text_config: Any) -> int:
     length = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise ConfigError(f"model: {text_config.model_type} names no max_position_embeddings in its config.json")
+        raise ConfigError(
+            f"model: {text_config.model_type} names no max_position_embeddings in its config.json"
+        )
     return length
 
 

@@ -1,20 +1,21 @@
 """Our paged attention kernel for CUDA, in Triton, with the call signature of `attend_torch`.
 
-One program computes one tile: `tile_rows` new rows of one span, all query heads of one KV head, so a tile has a
-fixed number of lanes (rows x heads). It walks the span's keys in tiles of a fixed size that start at multiples
-of that size, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; the tiling is
-FlashAttention's, Dao et al. 2022, https://arxiv.org/abs/2205.14135). A key tile that a row does not see changes
-nothing in its sums, exactly: so what a row gets depends on its own sequence, not on what shares its tile or its
-step, as long as the device's matrix product treats its rows alike.
+One program computes one tile: `tile_rows` new rows of one span, all query heads of one KV head, so a tile has
+a fixed number of lanes (rows x heads). It walks the span's keys in tiles of a fixed size that start at
+multiples of that size, with an online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867;
+the tiling is FlashAttention's, Dao et al. 2022, https://arxiv.org/abs/2205.14135). A key tile that a row does
+not see changes nothing in its sums, exactly: so what a row gets depends on its own sequence, not on what
+shares its tile or its step, as long as the device's matrix product treats its rows alike.
 
 Keys are gathered through the block table one by one, so any page size works. Not implemented: splitting one
 long context over several programs, which small batches on large GPUs would like.
 
 Where this ran: numerically against dense attention in Triton's interpreter on a CPU (tests), for float32 and
-float16; the interpreter (3.9) has no bfloat16 product. It has not run on a GPU yet, where the same tests run it
-compiled; tile sizes are chosen by shared memory, not by measurement.
+float16; the interpreter (3.9) has no bfloat16 product. It has not run on a GPU yet, where the same tests run
+it compiled; tile sizes are chosen by shared memory, not by measurement.
 
-Triton comes with CUDA builds of torch. This module can be imported without it, `attend_triton` cannot be called.
+Triton comes with CUDA builds of torch. This module can be imported without it, `attend_triton` cannot be
+called.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ if triton is not None:
             other=0.0,
         )
 
-        # Tiles of keys start at multiples of their size, so that a row's sums are grouped the same in every step.
+        # Tiles of keys start at multiples of their size, so that a row's sums are grouped the same in every
+        # step.
         low = 0
         if has_window and not has_trees:
             low = tl.maximum(0, old + first_row - window + 1) // tile_keys * tile_keys
