@@ -227,8 +227,7 @@ def _available_memory() -> int | None:
     return None if available is None else available * 1024
 
 
-def _container_room() -> int | None:
-    cgroup = Path("/sys/fs/cgroup")
+def _container_room(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
