@@ -1,4 +1,4 @@
-"""The application: three plain classes become three deployments. The only place that knows `@serve.deployment`.
+"""The application: three plain classes become deployments; only this file knows `@serve.deployment`.
 
 `import_path: outrider_serve.app:build`. No `from __future__ import annotations` here: Serve reads the
 builder's annotation and hands a plain dict to a builder whose annotation is a string.
@@ -18,7 +18,7 @@ DRAIN_S = 660.0
 """A leaving replica waits so long for its sequences: above the default `limits.request_timeout_s` of 600."""
 
 LEASES_PER_PLACE = 2
-"""A verifier with every place taken must still be able to answer `Full`; Serve's own limit stays above that."""
+"""With every place taken a worker must still answer `Full`: Serve's own limit stays above that."""
 
 
 def build(args: ServiceArgs) -> Application:

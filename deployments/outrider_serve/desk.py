@@ -119,11 +119,14 @@ class LeaseDesk:
             logger.info("the replica is going: %d messages have nowhere to go", len(messages))
 
     async def stop(self) -> None:
-        """Close the links and stop listening."""
+        """Stop listening and close the links; returns when their sockets are closed."""
         server = await self._listening
         server.close()
-        for connection in list(self._connections):
+        connections = list(self._connections)
+        for connection in connections:
             connection.close("the worker stops")
+        for connection in connections:
+            await connection.gone.wait()
 
     def received(self, connection: Connection, messages: list[Any]) -> None:
         passed = [message for message in messages if self._passes(connection, message)]

@@ -12,6 +12,7 @@ which every worker is full wait here, first come first served: the only queue of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
@@ -63,8 +64,12 @@ class Full:
     capacity: int
 
 
-class LeaseCall(AsyncIterator[Admitted | Full], Protocol):
+class LeaseCall(Protocol):
     """One streaming call, as Serve's handle returns it."""
+
+    def __aiter__(self) -> AsyncIterator[Admitted | Full]: ...
+
+    async def __anext__(self) -> Admitted | Full: ...
 
     def cancel(self) -> None: ...
 
@@ -162,6 +167,12 @@ class RouterLink:
     def open(self) -> bool:
         return self._connection is not None and self._connection.open
 
+    async def close(self) -> None:
+        """Returns when the socket is closed."""
+        if self._connection is not None:
+            self._connection.close("the router stops")
+            await self._connection.gone.wait()
+
     def add(self, leg: Leg, opening: Open) -> None:
         """Route the leg's messages to it, and open its sequence."""
         self._legs[leg.sequence, leg.epoch] = leg
@@ -216,6 +227,12 @@ class _ServePool:
     def leased(self) -> int:
         """Sequences that hold a lease."""
         return len(self._legs)
+
+    async def close(self) -> None:
+        """Close the links, which loses the legs; returns when their sockets are closed."""
+        for making in list(self._links.values()):
+            with contextlib.suppress(LinkError):
+                await (await making).close()
 
     async def _lease(self, opening: Open, deliver: Callable[[Any], None]) -> Leg:
         """A leg to a replica with room, found within `queue_timeout_s`."""

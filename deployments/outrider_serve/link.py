@@ -66,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.peer: Hello | None = None
         self.greeted: asyncio.Future[Hello] = self._loop.create_future()
+        self.gone = asyncio.Event()  # nothing of it is left, down to the socket
 
     @property
     def open(self) -> bool:
@@ -111,6 +112,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"connection lost: {error}" if error else "the peer closed the connection")
+        self.gone.set()
 
     def _greet(self, hello: Hello) -> None:
         if hello.version != WIRE_VERSION:
