@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import yaml
+from outrider_serve import service_file
+from outrider_serve.service_file import check
+from ray.serve.schema import ServeDeploySchema
+
+from outrider import registry
+from outrider.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"
+
+Edited: TypeAlias = Callable[[Callable[[dict[str, Any]], None]], list[str]]
+
+
+def application(file: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = file["applications"][0]
+    return found
+
+
+def deployment(file: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(d for d in application(file)["deployments"] if d["name"] == name)
+    return found
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Edited:
+    """The faults of the quickstart after one edit of its content."""
+
+    def faults(edit: Callable[[dict[str, Any]], None]) -> list[str]:
+        # Copied without its anchors: an edit of the Router must not be one of the Drafter.
+        file = copy.deepcopy(yaml.safe_load(QUICKSTART.read_text()))
+        for each in application(file)["deployments"]:
+            each["user_config"] = copy.deepcopy(each["user_config"])
+        edit(file)
+        path = tmp_path / "service.yaml"
+        path.write_text(yaml.safe_dump(file, sort_keys=False))
+        return check(path)
+
+    return faults
+
+
+def check_text(folder: Path, text: str) -> list[str]:
+    path = folder / "service.yaml"
+    path.write_text(text)
+    return check(path)
+
+
+@pytest.mark.parametrize("file", sorted(QUICKSTART.parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_manifest_is_fine(file: Path) -> None:
+    assert check(file) == []
+
+
+def test_serve_itself_ignores_what_the_linter_finds(edited: Edited) -> None:
+    def misspell(file: dict[str, Any]) -> None:
+        deployment(file, "Verifier")["max_ongoing_request"] = 7
+        ServeDeploySchema.model_validate(copy.deepcopy(file))  # no complaint
+
+    (fault,) = edited(misspell)
+    assert "unknown key 'max_ongoing_request'; did you mean 'max_ongoing_requests'?" in fault
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (
+            lambda f: f.update(http_option={}),
+            "the file: unknown key 'http_option'; did you mean 'http_options'?",
+        ),
+        (lambda f: f["http_options"].update(prt=1), "http_options: unknown key 'prt'; did you mean 'port'?"),
+        (
+            lambda f: f.update(logging_config={"log_levl": "INFO"}),
+            "logging_config: unknown key 'log_levl'; did you mean 'log_level'?",
+        ),
+        (
+            lambda f: application(f).update(rout_prefix="/"),
+            "applications[0]: unknown key 'rout_prefix'; did you mean 'route_prefix'?",
+        ),
+        (
+            lambda f: application(f).update(autoscaling_policy={"policy_func": "x:y"}),
+            "applications[0].autoscaling_policy: unknown key 'policy_func'; did you mean 'policy_function'?",
+        ),
+        (
+            lambda f: deployment(f, "Router").update(ray_actor_options={"num_cpu": 1}),
+            "deployments[0].ray_actor_options: unknown key 'num_cpu'; did you mean 'num_cpus'?",
+        ),
+        (
+            lambda f: deployment(f, "Router").update(
+                autoscaling_config={"policy": {"policy_fnction": "a:b"}}
+            ),
+            "applications[0].deployments[0].autoscaling_config.policy: unknown key 'policy_fnction'; "
+            "did you mean 'policy_function'?",
+        ),
+        (
+            lambda f: application(f)["args"].update(modle="x"),
+            "args: unknown key 'modle'; did you mean 'model'?",
+        ),
+        (
+            lambda f: application(f)["args"]["drafter"].update(placment="actor"),
+            "args: unknown key 'drafter.placment'; did you mean 'placement'?",
+        ),
+        (
+            lambda f: deployment(f, "Router")["user_config"].update(limit={}),
+            "Router.user_config: unknown key 'limit'; did you mean 'limits'?",
+        ),
+        (
+            lambda f: deployment(f, "Verifier")["user_config"].update(limits={}),
+            "Verifier.user_config: unknown key 'limits'",
+        ),
+        (
+            lambda f: deployment(f, "Drafter").update(name="Draftr"),
+            "deployments: unknown deployment 'Draftr'; did you mean 'Drafter'?",
+        ),
+    ],
+)
+def test_an_unknown_key_is_found_at_every_level(
+    edited: Edited, edit: Callable[[dict[str, Any]], None], expected: str
+) -> None:
+    (fault,) = edited(edit)
+    assert expected in fault
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda f: f.pop("applications"), "applications: is missing"),
+        (lambda f: f.update(applications={}), "applications: must be a list (got {})"),
+        (lambda f: f.update(proxy_location="Nowhere"), "proxy_location: Input should be 'Disabled'"),
+        (lambda f: f["http_options"].update(port="a"), "http_options.port: Input should be a valid integer"),
+        (
+            lambda f: application(f).update(deployments=["Router"]),
+            "applications[0].deployments[0]: must be a mapping of keys to values (got 'Router')",
+        ),
+        (
+            lambda f: deployment(f, "Router").update(user_config=7),
+            "deployments[0].user_config: Input should be a valid dictionary (got 7)",
+        ),
+        (lambda f: application(f).update(port=1), "Port 1 is set in the config for application"),
+        (
+            lambda f: application(f)["args"].update(max_num_seqs=0),
+            "args: max_num_seqs: Input should be greater than 0 (got 0)",
+        ),
+        (lambda f: application(f)["args"].pop("model"), "args: model is missing"),
+        (
+            lambda f: application(f)["args"].update(verifier={"num_gpus": 0.5}),
+            "verifier.num_gpus is 0.5: two fractions may land on one GPU",
+        ),
+        (
+            lambda f: deployment(f, "Router").update(
+                request_router_config={"request_router_class": "nowhere:X"}
+            ),
+            "Serve cannot read it: ModuleNotFoundError",
+        ),
+    ],
+)
+def test_a_wrong_value_is_found_wherever_it_stands(
+    edited: Edited, edit: Callable[[dict[str, Any]], None], expected: str
+) -> None:
+    assert any(expected in fault for fault in edited(edit)), edited(edit)
+
+
+def test_a_fault_names_its_line(tmp_path: Path) -> None:
+    lines = QUICKSTART.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if "dtype:" in line)
+    lines[at] = lines[at].replace("dtype", "dtpe")
+    (fault,) = check_text(tmp_path, "\n".join(lines))
+    assert fault == f"line {at + 1}: args: unknown key 'dtpe'; did you mean 'dtype'?"
+
+
+def test_a_key_given_twice_is_found(tmp_path: Path) -> None:
+    text = QUICKSTART.read_text().replace("  port: 8000", "  port: 8000\n  port: 8001")
+    (fault,) = check_text(tmp_path, text)
+    assert "http_options: 'port' is there twice, at lines" in fault
+
+
+def test_a_deployment_given_twice_is_found(edited: Edited) -> None:
+    (fault,) = edited(lambda f: application(f)["deployments"].append({"name": "Router"}))
+    assert "'Router' is there twice" in fault
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "line 1: not a Serve config file"),
+        ("- a", "line 1: not a Serve config file"),
+        ("a: [1", "line 1: not YAML: expected ',' or ']'"),
+        ("a:\n\t- 1", "line 2: not YAML: found character"),
+        ("a: &x [*x]", "line 1: an anchor of this file contains itself"),
+        ("a: \x07", "not YAML: unacceptable character"),
+    ],
+)
+def test_what_is_not_a_service_file_gets_one_clear_line(tmp_path: Path, text: str, expected: str) -> None:
+    (fault,) = check_text(tmp_path, text)
+    assert fault.startswith(expected)
+
+
+def test_a_file_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
+    assert check(tmp_path / "none.yaml") == ["cannot be read: No such file or directory"]
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
+    (fault,) = check(tmp_path / "latin.yaml")
+    assert fault.startswith("not UTF-8 text")
+
+
+def test_a_method_that_is_not_installed_is_found(edited: Edited) -> None:
+    def misspell(file: dict[str, Any]) -> None:
+        for name in ("Router", "Drafter"):
+            deployment(file, name)["user_config"]["speculative_config"]["method"] = "ngrm"
+
+    router, drafter = edited(misspell)
+    assert "Router.user_config.speculative_config: unknown method 'ngrm'; did you mean 'ngram'?" in router
+    assert "Drafter.user_config.speculative_config: unknown method 'ngrm'" in drafter
+
+
+def test_router_and_drafter_must_speculate_alike(edited: Edited) -> None:
+    config = "user_config", "speculative_config"
+    (fault,) = edited(
+        lambda f: deployment(f, "Drafter")[config[0]][config[1]].update(num_speculative_tokens=3)
+    )
+    assert "Drafter.user_config: speculative_config differs from the Router's" in fault
+
+
+def test_a_drafter_without_an_entry_must_fit_the_router_by_its_defaults(edited: Edited) -> None:
+    def drop(file: dict[str, Any]) -> None:
+        application(file)["deployments"].remove(deployment(file, "Drafter"))
+
+    def drop_and_differ(file: dict[str, Any]) -> None:
+        drop(file)
+        deployment(file, "Router")["user_config"]["speculative_config"]["num_speculative_tokens"] = 7
+
+    assert edited(drop) == []
+    (fault,) = edited(drop_and_differ)
+    assert "differs from the Router's" in fault
+
+
+@pytest.mark.parametrize("placement", ["auto", "inprocess"])
+def test_a_drafter_entry_needs_the_placement_that_makes_it(edited: Edited, placement: str) -> None:
+    (fault,) = edited(lambda f: application(f)["args"]["drafter"].update(placement=placement))
+    assert "the deployment Drafter exists only with drafter.placement: actor" in fault
+
+
+@pytest.mark.parametrize("placement", ["auto", "inprocess"])
+def test_a_method_that_needs_a_device_needs_an_actor(
+    edited: Edited, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "needs_device", lambda method: True)
+
+    def place(file: dict[str, Any]) -> None:
+        application(file)["args"]["drafter"]["placement"] = placement
+        application(file)["deployments"].remove(deployment(file, "Drafter"))
+
+    (fault,) = edited(place)
+    assert "the drafter 'ngram' needs a device of its own: say drafter.placement: actor" in fault
+
+
+def test_prompt_lookup_in_the_router_is_fine(edited: Edited) -> None:
+    def place(file: dict[str, Any]) -> None:
+        application(file)["args"]["drafter"]["placement"] = "inprocess"
+        application(file)["deployments"].remove(deployment(file, "Drafter"))
+
+    assert edited(place) == []
+
+
+def test_a_model_that_is_neither_a_folder_nor_known_is_found(edited: Edited) -> None:
+    (fault,) = edited(lambda f: application(f)["args"].update(model="/no/such/folder"))
+    assert "args: model '/no/such/folder' is neither a folder with a config.json nor one of: smollm2" in fault
+
+
+def test_another_application_of_the_file_is_left_to_serve(edited: Edited) -> None:
+    other = {"name": "other", "route_prefix": "/other", "import_path": "mine:app", "args": {"anything": 1}}
+    assert edited(lambda f: f["applications"].append(other)) == []
+
+
+def test_reading_a_faulty_file_raises_every_fault(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("aplications: []\nhttp_options: {prt: 1}\n")
+    with pytest.raises(ConfigError) as raised:
+        service_file.read(path)
+    assert len(str(raised.value).splitlines()) == 3  # two unknown keys, and no applications
+    assert str(path) in str(raised.value)
+
+
+def test_the_args_of_a_read_file_are_those_of_the_service() -> None:
+    (args,) = service_file.service_args(service_file.read(QUICKSTART))
+    assert (args.model, args.model_name, args.drafter.placement) == ("smollm2", "smollm2", "actor")
+    assert args.router.num_cpus + args.verifier.num_cpus + args.drafter.num_cpus <= 2
