@@ -1,0 +1,208 @@
+"""Every field of the OpenAI bodies: honoured, refused by name, or unknown; never ignored silently."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
+from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
+from outrider_serve.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    parse_body,
+    with_current_tables,
+)
+
+from outrider.errors import RequestError
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def parse(body: dict[str, Any]) -> GenerationBody:
+    model = CompletionBody if "prompt" in body else ChatBody
+    return parse_body(model, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"model": "m"}, "messages", "missing"),
+        ({"messages": HELLO}, "model", "missing"),
+        (CHAT | {"messages": []}, "messages", "at least 1"),
+        (CHAT | {"messages": "hi"}, "messages", "list"),
+        (
+            CHAT | {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role",
+            "user",
+        ),
+        (CHAT | {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        (
+            CHAT | {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "parts",
+        ),
+        (
+            CHAT
+            | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "image_url",
+        ),
+        (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported"),
+        (
+            CHAT | {"response_format": {"type": "json_object"}},
+            "response_format",
+            "not supported",
+        ),
+        (CHAT | {"logprobs": True}, "logprobs", "not supported"),
+        (CHAT | {"n": 2}, "n", "`1`"),
+        (CHAT | {"presence_penalty": 0.1}, "presence_penalty", "not supported"),
+        (CHAT | {"max_token": 3}, "max_token", "did you mean max_tokens?"),
+        (CHAT | {"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+        (CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (CHAT | {"max_tokens": "5"}, "max_tokens", "integer"),
+        (CHAT | {"max_tokens": True}, "max_tokens", "integer"),
+        (CHAT | {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+        (CHAT | {"temperature": 2.5}, "temperature", "2"),
+        (CHAT | {"temperature": -0.1}, "temperature", "0"),
+        (CHAT | {"temperature": "warm"}, "temperature", "number"),
+        (CHAT | {"top_p": 0}, "top_p", "greater than 0"),
+        (CHAT | {"top_k": -2}, "top_k", "-1"),
+        (CHAT | {"seed": 2**63}, "seed", "less"),
+        (CHAT | {"stop": ["a"] * 17}, "stop", "16"),
+        (CHAT | {"stop": [""]}, "stop", "1 to 256"),
+        (CHAT | {"stop": [1]}, "stop", "list of strings"),
+        (CHAT | {"stream": "yes"}, "stream", "boolean"),
+        (
+            CHAT | {"stream_options": {"include_usage": True}},
+            "stream_options",
+            "stream: true",
+        ),
+        (
+            CHAT | {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "not supported",
+        ),
+        (CHAT | {"speculative": 3}, "speculative", "true, false or"),
+        (CHAT | {"speculative": {"max_tokens": 65}}, "speculative.max_tokens", "64"),
+        (TEXT | {"prompt": ""}, "prompt", "at least one token"),
+        (TEXT | {"prompt": []}, "prompt", "at least one token"),
+        (TEXT | {"prompt": [[]]}, "prompt", "at least one token"),
+        (TEXT | {"prompt": ["a", "b"]}, "prompt", "send them apart"),
+        (TEXT | {"prompt": [1, "a"]}, "prompt", '"a"'),
+        (TEXT | {"prompt": [1.5]}, "prompt", "1.5"),
+        (TEXT | {"prompt": 3}, "prompt", "string"),
+        (TEXT | {"echo": True}, "echo", "not supported"),
+        (TEXT | {"suffix": "."}, "suffix", "not supported"),
+        (TEXT | {"logprobs": 0}, "logprobs", "not supported"),
+        (TEXT | {"best_of": 2}, "best_of", "not supported"),
+        (TEXT | {"ignore_eos": True}, "ignore_eos", "not supported"),
+    ],
+)
+def test_a_wrong_body_is_refused_naming_the_field(body: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse(body)
+    assert refused.value.param == param
+    assert says in str(refused.value)
+    assert param.rpartition(".")[2] in str(refused.value) or "is not supported" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"model": "\\ud800"}',
+        b'{"temperature": NaN}',
+        b"[" * 5000,
+        b'{"model": "tiny/scripted", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "tiny/scripted", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(content: bytes) -> None:
+    for model in (ChatBody, CompletionBody):
+        with pytest.raises(RequestError):
+            parse_body(model, content)
+
+
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "stop": None,
+    "temperature": None,
+    "top_p": None,
+    "seed": None,
+    "stream": None,
+    "stream_options": None,
+    "max_tokens": None,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "ignore_eos": False,
+}
+
+
+def test_known_fields_with_values_that_change_nothing_are_taken() -> None:
+    chat: dict[str, Any] = {"logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "none"}
+    chat |= {"response_format": {"type": "text"}, "max_completion_tokens": None, "store": False}
+    text = {"logprobs": None, "echo": False, "suffix": None, "best_of": 1}
+    assert parse(CHAT | NEUTRAL | chat).sampling().temperature == 1.0
+    assert parse(TEXT | NEUTRAL | text).sampling().temperature == 1.0
+
+
+@pytest.mark.parametrize(("model", "theirs"), [(ChatBody, OpenAIChat), (CompletionBody, OpenAICompletion)])
+def test_every_field_of_the_official_client_is_known(model: type[GenerationBody], theirs: type) -> None:
+    known = {*model.model_fields, *(field.name for field in model.unsupported)}
+    assert set(theirs.__annotations__) <= known
+
+
+@pytest.mark.parametrize("model", [ChatBody, CompletionBody, Message])
+def test_no_field_is_both_honoured_and_refused(model: type[GenerationBody]) -> None:
+    names = [*model.model_fields, *(field.name for field in model.unsupported)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("body", [CHAT, TEXT])
+def test_every_known_field_is_refused_with_another_value(body: dict[str, Any]) -> None:
+    for field in parse(body).unsupported:
+        with pytest.raises(RequestError) as refused:
+            parse(body | {field.name: "something else"})
+        assert (refused.value.param, refused.value.code) == (field.name, "unsupported_parameter")
+        parse(body | {field.name: None})
+
+
+def test_a_completion_needs_a_prompt() -> None:
+    with pytest.raises(RequestError, match="prompt is missing"):
+        parse_body(CompletionBody, b'{"model": "m"}')
+
+
+def test_true_is_not_one() -> None:
+    with pytest.raises(RequestError, match="n is not supported"):
+        parse(CHAT | {"n": True})
+    with pytest.raises(RequestError, match="logprobs"):
+        parse(CHAT | {"logprobs": 0})
+
+
+def test_a_long_value_is_not_repeated_in_full() -> None:
+    with pytest.raises(RequestError) as refused:
+        parse(CHAT | {"temperature": "x" * 10_000})
+    assert len(str(refused.value)) < 200
+
+
+def test_the_tables_of_the_documentation_are_current() -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    assert document == with_current_tables(document), (
+        "run: python -m outrider_serve.openai_schema docs/api.md"
+    )

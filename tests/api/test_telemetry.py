@@ -1,0 +1,168 @@
+"""Counters of one request, step by step, and sums over routers."""
+
+from __future__ import annotations
+
+import pytest
+from outrider_serve.telemetry import Telemetry, exposition, merge
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.generation import Chunk, GenerationStats
+from outrider.messages import FinishReason
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chunk(*, finish: FinishReason | None = None) -> Chunk:
+    return Chunk("x", (1,), (False,), finish)
+
+
+def value(telemetry: Telemetry, name: str, **labels: str) -> float:
+    """Sum of the series of that name that carry these labels."""
+    return sum(
+        sample.value
+        for family in telemetry.snapshot()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= dict(sample.labels).items()
+    )
+
+
+def test_counters_move_with_every_chunk_not_only_at_the_end() -> None:
+    telemetry, stats = Telemetry("m"), GenerationStats(prompt_tokens=9, cached_tokens=4)
+    with telemetry.request(stats) as meter:
+        stats.count(drafted=4, accepted=2)
+        stats.completion_tokens = 3
+        meter.chunk(chunk())
+        assert value(telemetry, "vllm:generation_tokens_total") == 3
+        stats.count(drafted=4, accepted=0)
+        stats.count(drafted=0, accepted=0)
+        stats.count(drafted=2, accepted=1)
+        stats.completion_tokens = 7
+        meter.chunk(chunk(finish=FinishReason.STOP))
+    assert value(telemetry, "vllm:spec_decode_num_drafts_total") == 3
+    assert value(telemetry, "vllm:spec_decode_num_draft_tokens_total") == 10
+    assert value(telemetry, "vllm:spec_decode_num_accepted_tokens_total") == 3
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(telemetry, per_position, position=str(place)) for place in range(3)] == [2, 1, 0]
+    assert value(telemetry, "vllm:generation_tokens_total") == 7
+    assert (
+        value(telemetry, "vllm:prompt_tokens_total")
+        == value(telemetry, "vllm:prefix_cache_queries_total")
+        == 9
+    )
+    assert value(telemetry, "vllm:prefix_cache_hits_total") == 4
+
+
+def test_latencies_are_a_verdict_a_request_and_a_token() -> None:
+    clock = Clock()
+    telemetry, stats = Telemetry("m", clock=clock), GenerationStats(queue_time=0.5)
+    with telemetry.request(stats) as meter:
+        clock.now, stats.completion_tokens = 2.0, 1
+        meter.chunk(chunk())
+        clock.now, stats.completion_tokens = 3.0, 6
+        meter.chunk(chunk())
+        clock.now, stats.completion_tokens = 6.0, 9
+        meter.chunk(chunk(finish=FinishReason.LENGTH))
+        clock.now = 7.0
+    assert value(telemetry, "vllm:time_to_first_token_seconds_sum") == 2.0
+    assert value(telemetry, "vllm:inter_token_latency_seconds_sum") == 4.0
+    assert value(telemetry, "vllm:inter_token_latency_seconds_count") == 2
+    assert value(telemetry, "vllm:request_time_per_output_token_seconds_sum") == 4.0 / 8
+    assert value(telemetry, "vllm:e2e_request_latency_seconds_sum") == 7.0
+    assert value(telemetry, "vllm:request_queue_time_seconds_sum") == 0.5
+
+
+def test_a_request_waits_until_its_first_chunk_and_then_runs() -> None:
+    telemetry = Telemetry("m")
+    gauges = ("vllm:num_requests_waiting", "vllm:num_requests_running")
+
+    def state() -> list[float]:
+        return [value(telemetry, name) for name in gauges]
+
+    with telemetry.request(GenerationStats()) as meter:
+        assert state() == [1, 0]
+        meter.chunk(chunk())
+        assert state() == [0, 1]
+        meter.chunk(chunk(finish=FinishReason.STOP))
+    assert state() == [0, 0]
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+@pytest.mark.parametrize(("error", "reason"), [(RuntimeError(), "error"), (GeneratorExit(), "abort")])
+def test_requests_that_fail_or_are_left_are_told_apart(
+    chunks: int, error: BaseException, reason: str
+) -> None:
+    telemetry = Telemetry("m")
+
+    def left_early() -> None:
+        with telemetry.request(GenerationStats()) as meter:
+            for _ in range(chunks):
+                meter.chunk(chunk())
+            raise error
+
+    with pytest.raises(type(error)):
+        left_early()
+    assert value(telemetry, "vllm:request_success_total", finished_reason=reason) == 1
+    assert value(telemetry, "vllm:request_success_total") == 1
+    assert value(telemetry, "outrider_requests_cancelled_total") == (reason == "abort")
+    assert value(telemetry, "vllm:num_requests_waiting") == value(telemetry, "vllm:num_requests_running") == 0
+    assert value(telemetry, "vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_a_fallback_is_counted_once_by_its_reason_without_the_particulars() -> None:
+    telemetry, stats = Telemetry("m"), GenerationStats()
+    with telemetry.request(stats) as meter:
+        stats.fallback, stats.late_proposals = "drafter lost: replica 3a91 is gone", 2
+        meter.chunk(chunk())
+        meter.chunk(chunk(finish=FinishReason.STOP))
+    assert value(telemetry, "outrider_speculation_fallbacks_total", reason="drafter lost") == 1
+    assert value(telemetry, "outrider_speculation_fallbacks_total") == 1
+    assert value(telemetry, "outrider_late_proposals_total") == 2
+
+
+def test_snapshots_are_summed_series_by_series_also_where_one_lacks_a_series() -> None:
+    one, other = Telemetry("m"), Telemetry("m")
+    one.expect_drafts(1)
+    other.expect_drafts(3)
+    one.accepted_at(0, 5)
+    other.accepted_at(0, 7)
+    other.accepted_at(2, 1)
+    one.time_to_first_token.observe(0.03)
+    other.time_to_first_token.observe(3)
+    text = exposition([one.snapshot(), other.snapshot()]).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    per_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert [sample.value for sample in per_position.samples] == [12, 0, 1]
+    buckets = [
+        sample.value
+        for sample in families["vllm:time_to_first_token_seconds"].samples
+        if sample.name.endswith("_bucket")
+    ]
+    assert buckets == sorted(buckets)
+    assert (buckets[0], buckets[-1]) == (0, 2)
+    assert families["outrider_routers"].samples[0].value == 2
+
+
+def test_a_snapshot_alone_is_its_own_sum() -> None:
+    telemetry = Telemetry("m")
+    telemetry.drafts.inc(3)
+    assert merge([telemetry.snapshot()]) == telemetry.snapshot()
+
+
+def test_names_and_label_order_are_those_that_dashboards_and_scripts_expect() -> None:
+    telemetry = Telemetry("m", engine="0")
+    telemetry.expect_drafts(2)
+    lines = exposition([telemetry.snapshot()]).decode().splitlines()
+    assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0' in lines
+    assert (
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 0.0'
+        in lines
+    )
+    assert "# TYPE vllm:spec_decode_num_drafts_total counter" in lines
+    assert "# TYPE vllm:e2e_request_latency_seconds histogram" in lines
+    assert not any("_created" in line for line in lines)
