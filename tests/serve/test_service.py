@@ -1,0 +1,316 @@
+"""The whole service on a real Ray cluster: 2 routers, 2 drafters, 2 verifiers, and a client over HTTP.
+
+One cluster for the file. The tests that kill replicas come last; Serve replaces what they kill, but nobody
+waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import httpx
+import msgspec
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider_serve.drafter import DrafterStats
+from outrider_serve.launch import Cluster, deploy, local_ray, with_port
+from outrider_serve.router import RouterSnapshot, ask_all
+from outrider_serve.verifier import VerifierStats
+
+pytestmark = pytest.mark.ray
+
+PROMPT = "The router drafts, the verifier accepts"
+LENGTH = 1200  # tokens of the longest answer: a few seconds, so that there is time to break something
+PATIENCE_S = 60.0
+
+Configuration: TypeAlias = dict[str, Any]
+"""A service file's content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service, and what its model makes of PROMPT by `transformers` alone."""
+
+    url: str
+    cluster: Cluster
+    configuration: Configuration
+    truth: Truth
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
+
+    async def apply(self, change: Callable[[Configuration], None]) -> None:
+        """Deploy an edited copy of the service file, as `serve deploy` does."""
+        edited = copy.deepcopy(self.configuration)
+        change(edited)
+        await asyncio.to_thread(
+            deploy, edited, self.cluster, timeout_s=PATIENCE_S, report=lambda progress: None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """Greedy decoding of PROMPT by `transformers`."""
+
+    prompt: list[int]
+    tokens: list[int]
+    decode: Callable[[list[int]], str]
+
+    def text(self, length: int = LENGTH) -> str:
+        return self.decode(self.tokens[:length])
+
+
+@pytest.fixture(scope="module")
+def truth(smoke_model: Path) -> Truth:
+    tokenizer = AutoTokenizer.from_pretrained(smoke_model)
+    model = AutoModelForCausalLM.from_pretrained(smoke_model)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    with torch.inference_mode():
+        tokens = model.generate(**prompt, max_new_tokens=LENGTH, do_sample=False)[0].tolist()
+    size = prompt.input_ids.shape[1]
+    return Truth(tokens[:size], tokens[size:], lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+@pytest.fixture(scope="module")
+def smoke_model(build_llama: Callable[..., Path]) -> Path:
+    return build_llama(
+        "smoke", hidden_size=32, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=2048
+    )
+
+
+@pytest.fixture(scope="module")
+def service(smoke_model: Path, truth: Truth) -> Iterator[Service]:
+    drafting = {
+        "method": "oracle",
+        "num_speculative_tokens": 8,
+        "extra": {"continuations": [[truth.prompt, truth.tokens]]},
+    }
+    pool = {"num_replicas": 2, "num_cpus": 0.25}
+    configuration = {
+        "http_options": {"host": "127.0.0.1"},
+        "applications": [
+            {
+                "name": "smoke",
+                "route_prefix": "/",
+                "import_path": "outrider_serve.app:build",
+                "args": {
+                    "model": str(smoke_model),
+                    "served_model_name": "smoke",
+                    "device": "cpu",
+                    "num_kv_blocks": 512,
+                    "max_num_seqs": 8,
+                    "router": pool,
+                    "verifier": pool,
+                    "drafter": pool | {"placement": "actor"},
+                },
+                "deployments": [
+                    {
+                        "name": "Router",
+                        # A gate that a busy machine cannot miss: drafts are part of what is tested here.
+                        "user_config": {"speculative_config": drafting, "planner": {"gate_ms": 2000}},
+                    },
+                    {"name": "Drafter", "user_config": {"speculative_config": drafting}},
+                ],
+            }
+        ],
+    }
+    with local_ray() as cluster:
+        configuration = with_port(configuration, 0)
+        running = deploy(configuration, cluster, timeout_s=120, report=lambda progress: None)
+        yield Service(running.url, cluster, configuration, truth)
+        serve.shutdown()
+
+
+async def verifiers() -> list[VerifierStats]:
+    return await ask_all(serve.get_deployment_handle("Verifier", "smoke"), "stats", VerifierStats)
+
+
+async def drafters() -> list[DrafterStats]:
+    return await ask_all(serve.get_deployment_handle("Drafter", "smoke"), "stats", DrafterStats)
+
+
+async def the_leased(stats: Callable[[], Any]) -> Any:
+    """The one replica that holds a sequence."""
+    while True:
+        holding = [one for one in await stats() if one.leased]
+        if holding:
+            assert len(holding) == 1
+            return holding[0]
+        await asyncio.sleep(0.01)
+
+
+async def until_free() -> None:
+    """Wait until no worker holds a sequence; TimeoutError if one is kept."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            held = [one.leased for one in [*await verifiers(), *await drafters()]]
+            running = [one.engine.running + one.engine.waiting for one in await verifiers()]
+            if not any(held + running):
+                return
+            await asyncio.sleep(0.05)
+
+
+def body(**options: Any) -> dict[str, Any]:
+    return {"model": "smoke", "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0, **options}
+
+
+async def completion(client: httpx.AsyncClient, **options: Any) -> dict[str, Any]:
+    answer = await client.post("/v1/completions", json=body(speculation_detail=True, **options))
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+async def stream(client: httpx.AsyncClient, **options: Any) -> AsyncIterator[str]:
+    """The pieces of text of a streamed completion."""
+    async with client.stream("POST", "/v1/completions", json=body(stream=True, **options)) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                document = msgspec.json.decode(line.removeprefix("data: "))
+                assert "error" not in document, document
+                yield document["choices"][0]["text"]
+
+
+async def test_greedy_text_is_that_of_transformers_at_any_k(service: Service) -> None:
+    async with service.client() as client:
+        answers = await asyncio.gather(
+            *(completion(client, max_tokens=64, speculative={"max_tokens": k}) for k in (0, 1, 2, 4, 8))
+        )
+
+    for k, answer in zip((0, 1, 2, 4, 8), answers, strict=True):
+        assert answer["choices"][0]["text"] == service.truth.text(64)
+        assert answer["usage"]["completion_tokens"] == 64
+        figures = answer["outrider"]
+        assert figures["accepted_tokens"] == figures["draft_tokens"], "an oracle is never wrong"
+        assert bool(figures["draft_tokens"]) == bool(k)
+
+
+async def test_the_service_says_that_it_is_ready_and_speculates(service: Service) -> None:
+    async with service.client() as client:
+        health = (await client.get("/health/ready")).json()
+
+    assert health["status"] == "ready"
+    assert health["speculation"] == {"active": True, "reason": None}
+
+
+async def test_metrics_are_the_sum_of_both_routers_whichever_is_asked(service: Service) -> None:
+    async with service.client() as client:
+        await asyncio.gather(*(completion(client, max_tokens=4) for _ in range(16)))
+        scrapes = [(await client.get("/metrics")).text for _ in range(6)]
+    routers = await ask_all(serve.get_deployment_handle("Router", "smoke"), "snapshot", RouterSnapshot)
+
+    each = [
+        sum(sample.value for family in router.metrics for sample in family.samples if generated(sample.name))
+        for router in routers
+    ]
+    assert len(each) == 2
+    assert all(each), "both routers served"
+    for scrape in scrapes:
+        samples = [sample for family in text_string_to_metric_families(scrape) for sample in family.samples]
+        assert sum(sample.value for sample in samples if generated(sample.name)) == sum(each)
+
+
+def generated(sample: str) -> bool:
+    return sample == "vllm:generation_tokens_total"
+
+
+async def test_a_client_that_leaves_frees_the_sequence_on_both_workers(service: Service) -> None:
+    before = sum(one.engine.cancelled for one in await verifiers())
+
+    async with service.client() as client:
+        async for _ in stream(client, speculative={"max_tokens": 1}):
+            await the_leased(verifiers)
+            await the_leased(drafters)
+            break
+
+    await until_free()
+    assert sum(one.engine.cancelled for one in await verifiers()) == before + 1
+
+
+async def test_editing_user_config_keeps_processes_and_text_of_open_streams(service: Service) -> None:
+    before = sorted(one.pid for one in [*await verifiers(), *await drafters()])
+
+    def wrong_drafts(configuration: Configuration) -> None:
+        for deployment in configuration["applications"][0]["deployments"]:
+            deployment["user_config"]["speculative_config"] |= {"method": "anti", "num_speculative_tokens": 3}
+
+    async with service.client() as client:
+        pieces = stream(client, speculative={"max_tokens": 1})
+        text = await anext(pieces)
+        await service.apply(wrong_drafts)
+        assert {one.method for one in await drafters()} == {"anti"}
+        assert [one.engine.running for one in await verifiers() if one.leased] == [1], "the stream is open"
+        async for piece in pieces:
+            text += piece
+        after = await completion(client, max_tokens=64)
+
+    assert text == service.truth.text()
+    assert after["choices"][0]["text"] == service.truth.text(64)
+    assert after["outrider"]["draft_tokens"] > 0
+    assert after["outrider"]["accepted_tokens"] == 0
+    assert sorted(one.pid for one in [*await verifiers(), *await drafters()]) == before
+
+
+async def test_a_bad_edit_is_refused_and_the_old_configuration_goes_on(service: Service) -> None:
+    before = sorted(one.pid for one in [*await verifiers(), *await drafters()])
+
+    def misspell(configuration: Configuration) -> None:
+        router, drafter = configuration["applications"][0]["deployments"]
+        router["user_config"]["limit"] = {}
+        drafter["user_config"]["speculative_config"] |= {"method": "psychic"}
+
+    async with service.client() as client:
+        await service.apply(misspell)
+        await asyncio.sleep(1.1)  # health checks of one second share an answer
+        health = (await client.get("/health/ready")).json()
+        answer = await completion(client, max_tokens=64)
+        refusals = [one.refused for one in await drafters()]
+        await service.apply(lambda configuration: None)
+
+    assert "unknown key 'limit'; did you mean 'limits'?" in health["speculation"]["reason"]
+    assert all("'psychic' is not installed" in str(refused) for refused in refusals)
+    assert answer["choices"][0]["text"] == service.truth.text(64)
+    assert sorted(one.pid for one in [*await verifiers(), *await drafters()]) == before
+
+
+async def test_a_killed_drafter_costs_speed_and_no_text(service: Service) -> None:
+    async with service.client() as client:
+        pieces = stream(client, speculative={"max_tokens": 1})
+        text = await anext(pieces)
+        drafter = await the_leased(drafters)
+        os.kill(drafter.pid, signal.SIGKILL)
+        assert (await the_leased(verifiers)).engine.running == 1, "the stream is open"
+        async for piece in pieces:
+            text += piece
+
+    assert text == service.truth.text()
+
+
+async def test_a_killed_verifier_costs_time_and_no_text(service: Service) -> None:
+    async with service.client() as client:
+        pieces = stream(client, speculative={"max_tokens": 1})
+        text = await anext(pieces)
+        verifier = await the_leased(verifiers)
+        os.kill(verifier.pid, signal.SIGKILL)
+        async for piece in pieces:
+            text += piece
+        assert (await the_leased_pids()) != [verifier.pid]
+
+    assert text == service.truth.text()
+
+
+async def the_leased_pids() -> list[int]:
+    return [one.pid for one in await verifiers()]
