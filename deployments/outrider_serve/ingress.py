@@ -356,7 +356,7 @@ async def in_thread_if_long(characters: int, tokenize: Callable[[], list[int]]) 
 def check_model(service: Service, name: str) -> None:
     if name != service.model_name:
         raise UnknownModelError(
-            f"the model {name!r} is not served here; served: {service.model_name!r}",
+            f"the model {name[:100]!r} is not served here; served: {service.model_name!r}",
             param="model",
             code="model_not_found",
         )
