@@ -196,8 +196,9 @@ def test_messages_of_an_older_epoch_are_dropped(host: Callable[..., Host]) -> No
 
 def test_newer_epoch_starts_over_from_its_opening(host: Callable[..., Host]) -> None:
     served = host(LastTokens())
-    served.loop.submit([opening(), order(3), opening(prompt=(5, 6, 7, 8), epoch=1), order(4, epoch=1)])
-    proposal = served.proposal()
+    served.loop.submit([opening(), order(3), opening(prompt=(5, 6, 7, 8), epoch=1)])
+    served.loop.submit([order(4, epoch=1)])
+    proposal = served.proposal()  # the first answer: the order of the old epoch is gone
     assert (proposal.epoch, proposal.tokens) == (1, (7, 8))
 
 
