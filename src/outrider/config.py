@@ -157,7 +157,7 @@ class PlannerOptions(Strict):
 
     gate_ms: Annotated[
         float, Field(ge=0, le=60_000, description="how long a step waits for a gated sequence's order")
-    ] = 20.0
+    ] = 50.0
     first_verdict_timeout_s: Annotated[float, Field(gt=0, description="prefill included")] = 120.0
     verdict_timeout_s: Annotated[float, Field(gt=0, description="then the verifier counts as lost")] = 20.0
 

@@ -53,21 +53,16 @@ def load_engine(args: EngineArgs) -> Engine:
     )
     num_blocks = args.num_kv_blocks or args.kv_cache_memory_bytes // model.bytes_per_block()
     room = num_blocks * args.block_size
-    if room < target.max_model_len and args.max_model_len is not None:
+    if room < target.max_model_len:
         raise ConfigError(
-            f"the KV cache holds {room} tokens and max_model_len is {args.max_model_len}: one sequence must "
+            f"the KV cache holds {room} tokens and max_model_len is {target.max_model_len}: one sequence must "
             "always fit; raise kv_cache_memory_bytes (or num_kv_blocks) or lower max_model_len"
-        )
-    if room < 2 * args.block_size:
-        raise ConfigError(
-            f"kv_cache_memory_bytes {args.kv_cache_memory_bytes} holds {num_blocks} blocks of "
-            f"{model.bytes_per_block()} bytes: at least 2 are needed"
         )
     return Engine(
         model,
         num_blocks=num_blocks,
         vocab_size=target.vocab_size,
-        max_model_len=min(target.max_model_len, room),
+        max_model_len=target.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         prefix_caching=args.enable_prefix_caching,
