@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,5 +228,62 @@ def test_the_module_needs_triton_only_to_run() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def compile_for_gpu(capability: int, dtype: str, head_size: int) -> int:
+    """Compile the kernel with every option on down to a GPU's machine code; bytes of shared memory it takes.
+
+    Needs no GPU: Triton brings its compiler and assembler along.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from outrider.engine.triton_attention import _attend_tile
+
+    constants = {
+        "page": 16,
+        "group": 3,
+        "group_lanes": 4,
+        "tile_rows": 16,
+        "tile_keys": 64,
+        "key_size": head_size,
+        "key_lanes": head_size,
+        "value_size": head_size,
+        "value_lanes": head_size,
+        "has_softcap": True,
+        "has_window": True,
+        "has_sinks": True,
+        "has_trees": True,
+        "precision": "ieee" if dtype == "fp32" else "tf32",
+    }
+    types = dict.fromkeys(constants, "constexpr") | {"tree_seen": "*i8", "scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(("query", "keys", "values", "output", "sinks"), f"*{dtype}")
+    for name in _attend_tile.arg_names:
+        types.setdefault(name, "i32" if name.endswith("stride") or name == "window" else "*i32")
+    compiled = triton.compile(
+        ASTSource(fn=_attend_tile, signature=types, constexprs=constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 4, "num_stages": 2},
+    )
+    assert compiled.asm["cubin"]
+    shared: int = compiled.metadata.shared
+    return shared
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "bf16")])
+def test_the_kernel_compiles_for_gpus_and_fits_their_shared_memory(
+    capability: int, dtype: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, __file__, "compile", str(capability), dtype]
+    done = subprocess.run(
+        command, env=environment, check=True, timeout=240, stdout=subprocess.PIPE, encoding="utf-8"
+    )
+    assert int(done.stdout) <= 64 * 1024
+
+
 if __name__ == "__main__":
-    torch.save(kernel_outputs(), sys.argv[1])
+    if sys.argv[1] == "compile":
+        print(compile_for_gpu(int(sys.argv[2]), sys.argv[3], head_size=64))
+    else:
+        torch.save(kernel_outputs(), sys.argv[1])

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 class AttentionFunction(Protocol):
-    """What transformers calls: query (1, Hq, R, D), key and value (1, Hkv, R, D) to ((1, R, Hq, Dv),
-    None)."""
+    """One layer's attention: query (1, Hq, R, D), key (1, Hkv, R, D), value (1, Hkv, R, Dv) to
+    (1, R, Hq, Dv). `options` are the keyword arguments that the layer passes."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
