@@ -139,7 +139,12 @@ def test_the_command_starts_without_torch_or_ray() -> None:
 @pytest.mark.timeout(2 * START_TIMEOUT_S)
 def test_the_demo_ends_with_equal_texts_and_accepted_drafts() -> None:
     done = subprocess.run(
-        [OUTRIDER, "demo", QUICKSTART], capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+        [OUTRIDER, "demo", QUICKSTART],
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+        env=os.environ | {"PYTHONUTF8": "1"},  # the frame of the table is not ASCII
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 4 texts are equal" in done.stdout

@@ -16,12 +16,12 @@ from rich.text import Text
 from outrider.errors import GenerationError, UnavailableError
 
 PROMPT = """\
-Rewrite this text, changing only the name Anna to Maria:
+Correct the grammar of this text and keep everything else as it is:
 
-Anna opened the small bakery on Mill Street in the spring of 1998. Every morning Anna baked sourdough \
-bread, almond croissants and a plum cake that people from three villages came to buy. When the river \
-flooded the street in 2006, Anna carried the old mixer up to the attic and went on baking there until \
-the water was gone."""
+The lighthouse at Cape Ferren were built in 1874 from granite that was shipped from the mainland. Its \
+lamp could be saw at a distance of nineteen miles. The last keeper, Thomas Aldous, leaved the tower in \
+1981, when the lamp was made automatic. Today the lighthouse is a museum, and visitors can climb its 164 \
+steps from May to September."""
 """A rewrite: most of the answer stands in the prompt, which is what prompt lookup lives on."""
 
 MAX_TOKENS = 160
