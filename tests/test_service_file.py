@@ -9,9 +9,22 @@ import pytest
 import yaml
 from outrider_serve import service_file
 from outrider_serve.service_file import check
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from ray.serve.schema import ServeDeploySchema
 
 from outrider import registry
+from outrider.config import (
+    DrafterArgs,
+    DrafterOptions,
+    LimitOptions,
+    PlannerOptions,
+    RouterArgs,
+    RouterOptions,
+    ServiceArgs,
+    SpeculativeConfig,
+    VerifierArgs,
+)
 from outrider.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"
@@ -289,3 +302,41 @@ def test_the_args_of_a_read_file_are_those_of_the_service() -> None:
     (args,) = service_file.service_args(service_file.read(QUICKSTART))
     assert (args.model, args.model_name, args.drafter.placement) == ("smollm2", "smollm2", "actor")
     assert args.router.num_cpus + args.verifier.num_cpus + args.drafter.num_cpus <= 2
+
+
+DOCUMENTED: list[type[BaseModel]] = [
+    ServiceArgs,
+    RouterArgs,
+    VerifierArgs,
+    DrafterArgs,
+    RouterOptions,
+    SpeculativeConfig,
+    LimitOptions,
+    PlannerOptions,
+    DrafterOptions,
+]
+
+
+@pytest.mark.parametrize("model", DOCUMENTED, ids=lambda model: model.__name__)
+def test_every_key_stands_in_the_documentation_with_its_default(model: type[BaseModel]) -> None:
+    page = (QUICKSTART.parents[1] / "docs" / "yaml.md").read_text()
+    _, _, after = page.partition(f"<!-- keys: {model.__name__} -->\n")
+    rows = [line.split(" | ") for line in after.split("\n\n")[0].splitlines()[2:]]
+    documented = {cells[0].strip("|` "): cells[1].strip() for cells in rows}
+    assert documented == {name: spelled_default(field) for name, field in model.model_fields.items()}
+
+
+def spelled_default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, BaseModel):
+        return ""  # a section with a table of its own
+    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+
+
+def test_the_documented_example_is_fine(tmp_path: Path) -> None:
+    page = (QUICKSTART.parents[1] / "docs" / "yaml.md").read_text()
+    example = page.split("```yaml\n")[1].split("```")[0]
+    assert check_text(tmp_path, example) == []
