@@ -80,8 +80,7 @@ LeaseCaller: TypeAlias = Callable[[str], LeaseCall]
 
 def lease_caller(handle: DeploymentHandle) -> LeaseCaller:
     """Leases on a deployment, by its handle."""
-    streaming = handle.options(method_name="lease", stream=True)
-    return lambda sequence: streaming.remote(sequence)
+    return lambda sequence: handle.options(method_name="lease", stream=True).remote(sequence)
 
 
 class Leg:

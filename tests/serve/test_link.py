@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from outrider_serve import desk as desk_module
 from outrider_serve import frames, link
 from outrider_serve.desk import LeaseDesk, Place
 from outrider_serve.frames import FROM_VERIFIER, TO_VERIFIER, FrameError, FrameReader, Hello, encode
-from outrider_serve.lease import Admitted, Full, LeaseCaller, ServeVerifierPool
+from outrider_serve.lease import Admitted, LeaseCaller, ServeVerifierPool
 from outrider_serve.link import Connection, LinkError, connect
 
 from outrider.config import LimitOptions
@@ -74,36 +74,6 @@ class EchoWorker:
             await self.news.wait()
 
 
-class LocalCall:
-    """A lease call as a Serve handle makes it, on a desk in this process: it runs ahead of its reader."""
-
-    def __init__(self, items: AsyncGenerator[Admitted | Full, None]) -> None:
-        self._items = items
-        self._ready: asyncio.Queue[Admitted | Full | None] = asyncio.Queue()
-        self._running = asyncio.create_task(self._run())
-        self.cancelled = False
-
-    async def _run(self) -> None:
-        try:
-            async for item in self._items:
-                self._ready.put_nowait(item)
-        finally:
-            self._ready.put_nowait(None)
-
-    def __aiter__(self) -> AsyncIterator[Admitted | Full]:
-        return self
-
-    async def __anext__(self) -> Admitted | Full:
-        item = await self._ready.get()
-        if item is None:
-            raise StopAsyncIteration
-        return item
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self._running.cancel()
-
-
 class Peer:
     """A bare connection that keeps what it receives; the hostile tests drive it."""
 
@@ -122,7 +92,8 @@ class Peer:
 class Network:
     """Workers, pools and peers of one test, and the end of all their sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, local_call: type[Any]) -> None:
+        self.local_call = local_call
         self._workers: list[EchoWorker] = []
         self._pools: list[ServeVerifierPool] = []
         self._peers: list[Connection] = []
@@ -131,6 +102,17 @@ class Network:
     def worker(self, replica: str = "verifier-1", **options: Any) -> EchoWorker:
         self._workers.append(EchoWorker(replica, **options))
         return self._workers[-1]
+
+    def calls_to(self, *workers: EchoWorker) -> tuple[LeaseCaller, list[Any]]:
+        """Leases on the workers in turn, and the calls that were made."""
+        made: list[Any] = []
+
+        def call(sequence: str) -> Any:
+            worker = workers[len(made) % len(workers)]
+            made.append(self.local_call(worker.desk.lease(sequence)))
+            return made[-1]
+
+        return call, made
 
     def pool(self, call: LeaseCaller, **limits: Any) -> ServeVerifierPool:
         self._pools.append(ServeVerifierPool(call, router="router-1", limits=LimitOptions(**limits)))
@@ -164,22 +146,10 @@ class Network:
 
 
 @pytest.fixture
-async def network() -> AsyncIterator[Network]:
-    network = Network()
+async def network(local_call: type[Any]) -> AsyncIterator[Network]:
+    network = Network(local_call)
     yield network
     await network.close()
-
-
-def calls_to(*workers: EchoWorker) -> tuple[LeaseCaller, list[LocalCall]]:
-    """Leases on the workers in turn, and the calls that were made."""
-    made: list[LocalCall] = []
-
-    def call(sequence: str) -> LocalCall:
-        worker = workers[len(made) % len(workers)]
-        made.append(LocalCall(worker.desk.lease(sequence)))
-        return made[-1]
-
-    return call, made
 
 
 def opening(sequence: str, epoch: int = 0, token: str = "") -> Open:
@@ -340,7 +310,7 @@ async def test_a_peer_that_does_not_read_is_cut_off(
 ) -> None:
     monkeypatch.setattr(link, "MAX_UNSENT_BYTES", 1 << 20)
     worker = network.worker()
-    lease = LocalCall(worker.desk.lease("s"))
+    lease = network.local_call(worker.desk.lease("s"))
     grant = await anext(lease)
     assert isinstance(grant, Admitted)
     _, writer = await network.stream(worker)
@@ -357,7 +327,7 @@ async def test_a_peer_that_does_not_read_is_cut_off(
 
 async def test_a_malformed_frame_ends_only_the_connection_it_came_on(network: Network) -> None:
     worker, peer = network.worker(), Peer()
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     inbox = Inbox()
     leg = await network.pool(call).lease(opening("good"), inbox)
     assert isinstance(await inbox.next(), Verdict)
@@ -376,7 +346,7 @@ async def test_a_malformed_frame_ends_only_the_connection_it_came_on(network: Ne
 
 async def test_a_lease_opens_its_sequence_and_close_frees_the_place(network: Network) -> None:
     worker = network.worker()
-    call, calls = calls_to(worker)
+    call, calls = network.calls_to(worker)
     pool, inbox = network.pool(call), Inbox()
 
     leg = await pool.lease(opening("s"), inbox)
@@ -393,7 +363,7 @@ async def test_a_lease_opens_its_sequence_and_close_frees_the_place(network: Net
 
 async def test_one_link_carries_all_sequences_of_a_replica(network: Network) -> None:
     worker = network.worker(capacity=8)
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     pool = network.pool(call)
     inboxes = {f"s{i}": Inbox() for i in range(8)}
 
@@ -407,7 +377,7 @@ async def test_one_link_carries_all_sequences_of_a_replica(network: Network) -> 
 @pytest.mark.parametrize("token", ["", "guess"])
 async def test_an_open_without_the_token_of_a_lease_is_refused(network: Network, token: str) -> None:
     worker, peer = network.worker(), Peer()
-    lease = LocalCall(worker.desk.lease("s"))
+    lease = network.local_call(worker.desk.lease("s"))
     grant = await anext(lease)
     assert isinstance(grant, Admitted)
     connection = await network.peer(worker, peer)
@@ -420,7 +390,7 @@ async def test_an_open_without_the_token_of_a_lease_is_refused(network: Network,
 
 async def test_a_token_opens_one_sequence_once(network: Network) -> None:
     worker, peer = network.worker(), Peer()
-    lease = LocalCall(worker.desk.lease("s"))
+    lease = network.local_call(worker.desk.lease("s"))
     grant = await anext(lease)
     assert isinstance(grant, Admitted)
     connection = await network.peer(worker, peer)
@@ -437,7 +407,7 @@ async def test_a_token_opens_one_sequence_once(network: Network) -> None:
 
 async def test_a_peer_cannot_close_or_steer_anothers_sequence(network: Network) -> None:
     worker, peer = network.worker(), Peer()
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     inbox = Inbox()
     leg = await network.pool(call).lease(opening("s"), inbox)
     await inbox.next()
@@ -456,7 +426,7 @@ async def test_a_lost_link_loses_the_legs_on_one_side_and_cancels_the_sequences_
     network: Network,
 ) -> None:
     worker = network.worker()
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     pool, inboxes = network.pool(call), [Inbox(), Inbox()]
     for index, inbox in enumerate(inboxes):
         await pool.lease(opening(f"s{index}"), inbox)
@@ -477,7 +447,7 @@ async def test_a_lost_link_loses_the_legs_on_one_side_and_cancels_the_sequences_
 
 async def test_cancelling_the_lease_frees_the_sequence_without_a_close(network: Network) -> None:
     worker = network.worker()
-    call, calls = calls_to(worker)
+    call, calls = network.calls_to(worker)
     inbox = Inbox()
     await network.pool(call).lease(opening("s"), inbox)
     await inbox.next()
@@ -507,7 +477,7 @@ async def test_a_full_worker_says_so_and_the_router_finds_another(network: Netwo
     full, free = network.worker("verifier-1", capacity=1), network.worker("verifier-2")
     taken = full.desk.lease("taken")
     await anext(taken)
-    call, calls = calls_to(full, free)
+    call, calls = network.calls_to(full, free)
     inbox = Inbox()
 
     leg = await network.pool(call).lease(opening("s"), inbox)
@@ -518,7 +488,7 @@ async def test_a_full_worker_says_so_and_the_router_finds_another(network: Netwo
 
 async def test_sequences_queue_in_order_until_a_place_is_free(network: Network) -> None:
     worker = network.worker(capacity=1)
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     pool, inbox = network.pool(call), Inbox()
     leg = await pool.lease(opening("first"), inbox)
     order: list[str] = []
@@ -539,7 +509,7 @@ async def test_sequences_queue_in_order_until_a_place_is_free(network: Network) 
 
 async def test_a_queue_that_is_full_or_too_slow_is_an_overload(network: Network) -> None:
     worker = network.worker(capacity=1)
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     pool = network.pool(call, max_queued_requests=1, queue_timeout_s=0.3)
     await pool.lease(opening("holds"), Inbox())
     slow = asyncio.create_task(pool.lease(opening("slow"), Inbox()))
@@ -555,7 +525,7 @@ async def test_a_queue_that_is_full_or_too_slow_is_an_overload(network: Network)
 
 async def test_no_reachable_worker_is_unavailable_not_an_overload(network: Network) -> None:
     worker = network.worker()
-    call, calls = calls_to(worker)
+    call, calls = network.calls_to(worker)
     (await worker.desk._listening).close()
     pool = network.pool(call, queue_timeout_s=0.2)
 
@@ -567,7 +537,7 @@ async def test_no_reachable_worker_is_unavailable_not_an_overload(network: Netwo
 
 async def test_a_caller_that_leaves_the_queue_holds_no_place(network: Network) -> None:
     worker = network.worker(capacity=1)
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     pool = network.pool(call)
     leg = await pool.lease(opening("holds"), Inbox())
     impatient = asyncio.create_task(pool.lease(opening("impatient"), Inbox()))
@@ -584,7 +554,7 @@ async def test_a_caller_that_leaves_the_queue_holds_no_place(network: Network) -
 
 async def test_a_new_epoch_closes_the_leg_that_it_replaces(network: Network) -> None:
     worker = network.worker()
-    call, _ = calls_to(worker)
+    call, _ = network.calls_to(worker)
     pool = network.pool(call)
     old, new = Inbox(), Inbox()
     await pool.lease(opening("s", epoch=0), old)
