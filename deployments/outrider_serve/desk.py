@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +83,8 @@ class LeaseDesk:
         self._heartbeat_s = heartbeat_s
         self._by_token: dict[str, _Holding] = {}
         self._opened: dict[tuple[str, int], _Holding] = {}
-        self._connections: set[Connection] = set()
+        # Weak: a stranger who never greets is gone with its socket, and nobody is told.
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._loop = asyncio.get_running_loop()
         self._socket = _listen(place.host, port)
         self.port: int = self._socket.getsockname()[1]
@@ -138,7 +140,7 @@ class LeaseDesk:
         holdings = [holding for holding in self._by_token.values() if holding.connection is connection]
         if holdings:
             peer = connection.peer.replica if connection.peer is not None else "a stranger"
-            logger.warning("link to %s: %s; %d sequences end", peer, reason, len(holdings))
+            logger.warning("link to %.64r: %s; %d sequences end", peer, reason, len(holdings))
         for holding in holdings:
             self._free(holding)
 
@@ -155,7 +157,7 @@ class LeaseDesk:
                 holding.connection, holding.epoch = connection, message.epoch
                 self._opened[message.sequence, message.epoch] = holding
                 return True
-            logger.warning("refused to open %s: its token is not that of a lease", message.sequence)
+            logger.warning("refused to open %.64r: its token is not that of a lease", message.sequence)
             connection.send(Resync(message.sequence, message.epoch, committed_len=0))
             return False
         holding = self._opened.get((message.sequence, message.epoch))

@@ -123,5 +123,5 @@ class FrameReader:
             elif not all(kind in self._kinds for kind, _ in envelope):
                 raise FrameError("a frame holds a kind of message that this end does not take")
             return [_bodies[kind].decode(raw) for kind, raw in envelope]
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(f"malformed frame: {error}") from None

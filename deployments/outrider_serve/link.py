@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
 
     def _greet(self, hello: Hello) -> None:
         if hello.version != WIRE_VERSION:
-            self._end(f"{hello.replica} speaks wire version {hello.version}, this end {WIRE_VERSION}")
+            self._end(f"{hello.replica!r:.64} speaks wire version {hello.version}, this end {WIRE_VERSION}")
             return
         self.peer = hello
         if not self.greeted.done():

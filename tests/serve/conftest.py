@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
+
 from outrider_serve.lease import Admitted, Full
 
 

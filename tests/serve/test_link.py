@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-from outrider_serve import desk as desk_module
-from outrider_serve import frames, link
-from outrider_serve.desk import LeaseDesk, Place
-from outrider_serve.frames import FROM_VERIFIER, TO_VERIFIER, FrameError, FrameReader, Hello, encode
-from outrider_serve.lease import Admitted, LeaseCaller, ServeVerifierPool
-from outrider_serve.link import Connection, LinkError, connect
 
 from outrider.config import LimitOptions
 from outrider.errors import ConfigError, OverloadedError, UnavailableError
@@ -33,6 +28,12 @@ from outrider.messages import (
     Verdict,
     VerifyOrder,
 )
+from outrider_serve import desk as desk_module
+from outrider_serve import frames, link
+from outrider_serve.desk import LeaseDesk, Place
+from outrider_serve.frames import FROM_VERIFIER, TO_VERIFIER, FrameError, FrameReader, Hello, encode
+from outrider_serve.lease import Admitted, LeaseCaller, ServeVerifierPool
+from outrider_serve.link import Connection, LinkError, connect
 
 ROUTER = Hello(WIRE_VERSION, "router", "router-1")
 HOST = "127.0.0.1"
@@ -239,6 +240,8 @@ def test_a_batch_over_the_frame_limit_is_split_in_order(monkeypatch: pytest.Monk
         (encode([ROUTER]) + encode([ROUTER]), "does not take"),
         (encode([ROUTER]) + encode([Close("s", "zero")]), "malformed"),  # type: ignore[arg-type]
         (encode([ROUTER]) + struct.pack(">I", 4) + b"\x91\x92\x63\xc0", "does not take"),
+        (encode([ROUTER]) + struct.pack(">I", 100_003) + b"\x91\x92\x04" + b"\x91" * 100_000, "recursion"),
+        (encode([ROUTER]) + struct.pack(">I", 8) + b"\x91\x92\x04\x81\xa1\xff\xa1\xff", "malformed"),
     ],
 )
 def test_what_is_no_frame_of_this_end_is_refused(data: bytes, complaint: str) -> None:
@@ -278,6 +281,19 @@ async def test_another_wire_version_is_not_talked_to(network: Network) -> None:
 
     assert greeting == [[Hello(WIRE_VERSION, "verifier", "verifier-1")]]  # and then the end of the stream
     assert worker.heard == []
+
+
+async def test_a_peer_that_never_greets_is_cut_off_and_forgotten(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "HANDSHAKE_S", 0.02)
+    worker = network.worker()
+    reader, _ = await network.stream(worker)
+
+    await asyncio.wait_for(reader.read(), 10)  # returns at the end of the stream
+    gc.collect()
+
+    assert len(worker.desk._connections) == 0
 
 
 async def test_a_stranger_on_the_port_of_a_replica_gets_no_token(network: Network) -> None:

@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_serve import router as router_module
-from outrider_serve.desk import Place
-from outrider_serve.drafter import DrafterReplica
-from outrider_serve.lease import ServeDrafterPool, ServeVerifierPool
-from outrider_serve.router import RouterReplica
-from outrider_serve.verifier import VerifierReplica
 from ray.serve.handle import DeploymentHandle
 
 from outrider.config import LimitOptions, RouterOptions, ServiceArgs, SpeculativeConfig
@@ -23,6 +17,12 @@ from outrider.errors import ConfigError
 from outrider.generation import GenerationRequest
 from outrider.messages import Limits, Open, Plan, SamplingParams, Verdict
 from outrider.text import Tokenizer
+from outrider_serve import router as router_module
+from outrider_serve.desk import Place
+from outrider_serve.drafter import DrafterReplica
+from outrider_serve.lease import ServeDrafterPool, ServeVerifierPool
+from outrider_serve.router import RouterReplica
+from outrider_serve.verifier import VerifierReplica
 
 HOST = "127.0.0.1"
 GREEDY = SamplingParams(temperature=0.0)

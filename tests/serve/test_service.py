@@ -19,13 +19,14 @@ import httpx
 import msgspec
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from outrider_serve.drafter import DrafterStats
 from outrider_serve.launch import Cluster, deploy, local_ray, with_port
 from outrider_serve.router import RouterSnapshot, ask_all
 from outrider_serve.verifier import VerifierStats
-from prometheus_client.parser import text_string_to_metric_families
-from ray import serve
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.ray
 
