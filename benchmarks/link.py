@@ -24,6 +24,9 @@ from typing import Any
 
 import grpc
 import ray
+from ray import serve
+
+from outrider.messages import WIRE_VERSION, Verdict, VerifyOrder
 from outrider_serve.frames import (
     FROM_VERIFIER,
     TO_VERIFIER,
@@ -33,9 +36,6 @@ from outrider_serve.frames import (
     encode,
 )
 from outrider_serve.link import Connection, connect
-from ray import serve
-
-from outrider.messages import WIRE_VERSION, Verdict, VerifyOrder
 
 ROUTER = Hello(version=WIRE_VERSION, role="router", replica="router")
 WORKER = Hello(version=WIRE_VERSION, role="verifier", replica="worker")
