@@ -17,6 +17,9 @@ from outrider.models import resolve
 BuildLlama: TypeAlias = Callable[..., Path]
 """`build_llama(name, *, dtype=torch.float32, seed=0, **config)`: see the fixture."""
 
+# Two OpenMP threads that share two cores with a cluster spin more than they compute.
+torch.set_num_threads(1)
+
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

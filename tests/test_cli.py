@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import httpx
 import pytest
+
 from outrider_serve import cli
 
 QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"

@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from outrider_serve import demo
-from outrider_serve.demo import Token, marked
 from rich.console import Console
 
 from outrider.errors import GenerationError, UnavailableError
+from outrider_serve import demo
+from outrider_serve.demo import Token, marked
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,10 @@ def test_greedy_is_token_for_token_the_targets_own(
 
 
 def test_the_verifiers_own_weights_as_drafter_are_accepted_whole(tiny_llama: Path) -> None:
-    options = {"method": "draft_model", "model": str(tiny_llama), "extra": {"device": "cpu"}}
+    options: dict[str, Any] = {"method": "draft_model", "model": str(tiny_llama), "extra": {"device": "cpu"}}
     with start(tiny_llama, num_speculative_tokens=4, **options) as service:
-        for sampling in ({"temperature": 0}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}):
+        samplings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}]
+        for sampling in samplings:
             stats = service.generate(PROMPTS[0], max_tokens=MAX_TOKENS, **sampling).stats
             assert stats.acceptance_rate == 1.0
             assert stats.mean_acceptance_length == pytest.approx(5.0, abs=0.5)
@@ -88,7 +89,7 @@ def test_the_verifiers_own_weights_as_drafter_are_accepted_whole(tiny_llama: Pat
 
 def test_a_seed_gives_the_same_text_with_and_without_speculation(tiny_llama: Path) -> None:
     with start(tiny_llama, method="ngram", num_speculative_tokens=5) as service:
-        options = {"max_tokens": MAX_TOKENS, "temperature": 0.8, "top_k": 40, "seed": 11}
+        options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.8, "top_k": 40, "seed": 11}
         speculative = service.generate(PROMPTS[3], **options)
         plain = service.generate(PROMPTS[3], speculative=False, **options)
         other = service.generate(PROMPTS[3], **options | {"seed": 12})
@@ -149,7 +150,7 @@ def test_a_drafter_that_raises_leaves_the_request_plain(tiny_llama: Path, truths
 def test_a_stop_string_inside_a_block_trims_text_tokens_and_usage(
     tiny_llama: Path, truths: list[list[int]]
 ) -> None:
-    options = {"method": "draft_model", "model": str(tiny_llama), "extra": {"device": "cpu"}}
+    options: dict[str, Any] = {"method": "draft_model", "model": str(tiny_llama), "extra": {"device": "cpu"}}
     with start(tiny_llama, num_speculative_tokens=8, **options) as service:
         text = service.tokenizer.decode(truths[0])
         at, stop = next(
@@ -170,7 +171,7 @@ def test_an_end_of_text_id_inside_a_block_ends_the_text(
 ) -> None:
     at = next(i for i in range(3, MAX_TOKENS) if truths[0][i] not in truths[0][:i])
     ending = build_llama("ending", eos_token_id=truths[0][at])
-    options = {"method": "draft_model", "model": str(ending), "extra": {"device": "cpu"}}
+    options: dict[str, Any] = {"method": "draft_model", "model": str(ending), "extra": {"device": "cpu"}}
     with start(ending, num_speculative_tokens=8, **options) as service:
         done = service.generate(PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0)
     assert list(done.tokens) == truths[0][: at + 1]
@@ -198,7 +199,7 @@ def test_a_stream_that_is_left_frees_its_sequence(tiny_llama: Path) -> None:
 
 
 def test_memory_returns_to_its_baseline_after_many_requests(tiny_llama: Path) -> None:
-    options = {"method": "draft_model", "model": str(tiny_llama), "extra": {"device": "cpu"}}
+    options: dict[str, Any] = {"method": "draft_model", "model": str(tiny_llama), "extra": {"device": "cpu"}}
     with start(tiny_llama, num_speculative_tokens=3, **options) as service:
         for _ in range(5):
             requests = [service.request(f"prompt {i}", max_tokens=4, temperature=0) for i in range(40)]

@@ -15,8 +15,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from outrider_serve.service_file import check
 from ray.serve.schema import ServeDeploySchema
+
+from outrider_serve.service_file import check
 
 ROOT = Path(__file__).parents[1]
 CRD = ROOT.parent / "shared" / "data" / "kuberay" / "ray.io_rayservices.yaml"

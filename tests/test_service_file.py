@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 
 import pytest
 import yaml
-from outrider_serve import service_file
-from outrider_serve.service_file import check
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from ray.serve.schema import ServeDeploySchema
@@ -26,6 +24,8 @@ from outrider.config import (
     VerifierArgs,
 )
 from outrider.errors import ConfigError
+from outrider_serve import service_file
+from outrider_serve.service_file import check
 
 QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"
 

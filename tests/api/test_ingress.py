@@ -16,8 +16,6 @@ import openai
 import pytest
 import uvicorn
 from openai import AsyncOpenAI
-from outrider_serve.ingress import Readiness, build_app
-from outrider_serve.telemetry import Snapshot, Telemetry
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.config import LimitOptions, RouterOptions, SpeculativeConfig
@@ -25,6 +23,8 @@ from outrider.errors import GenerationError, OutriderError, OverloadedError, Una
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
 from outrider.messages import FinishReason
 from outrider.text import TextStream, Tokenizer
+from outrider_serve.ingress import Readiness, build_app
+from outrider_serve.telemetry import Snapshot, Telemetry
 
 MODEL = "tiny/scripted"
 REPLY = "Merhaba dünya: ığdır, 你好, 🙂🚀 and the end."

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
+
+from outrider.errors import RequestError
 from outrider_serve.openai_schema import (
     ChatBody,
     CompletionBody,
@@ -17,8 +19,6 @@ from outrider_serve.openai_schema import (
     parse_body,
     with_current_tables,
 )
-
-from outrider.errors import RequestError
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}

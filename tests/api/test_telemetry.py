@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from outrider_serve.telemetry import Telemetry, exposition, merge
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.generation import Chunk, GenerationStats
 from outrider.messages import FinishReason
+from outrider_serve.telemetry import Telemetry, exposition, merge
 
 
 class Clock:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_plugins.draft_model import DraftGenerator, ModelDrafter, common_prefix
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +18,7 @@ from outrider.errors import ConfigError
 from outrider.messages import SamplingParams
 from outrider.registry import drafter_factory, needs_device
 from outrider.sampling.target import choose_tokens
+from outrider_plugins.draft_model import DraftGenerator, ModelDrafter, common_prefix
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 4

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_plugins import ngram
-from outrider_plugins.ngram import NgramDrafter, SuffixIndex
 
 from outrider.config import SpeculativeConfig
 from outrider.contracts import DraftContext, TargetInfo
 from outrider.errors import ConfigError
 from outrider.messages import SamplingParams
 from outrider.registry import drafter_factory, needs_device
+from outrider_plugins import ngram
+from outrider_plugins.ngram import NgramDrafter, SuffixIndex
 
 TARGET = TargetInfo(model="", vocab_size=1000, max_model_len=4096, dtype="float32", device="cpu")
 

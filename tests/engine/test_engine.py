@@ -142,6 +142,13 @@ def test_chunked_prefill_shares_steps_and_changes_nothing(make_engine: MakeEngin
     assert texts(drive(make_engine(max_num_batched_tokens=16), openings)) == truths
 
 
+def test_a_prompt_longer_than_a_step_is_computed_in_chunks(make_engine: MakeEngine) -> None:
+    truth = plain(make_engine, PROMPTS[2])
+    engine = make_engine(max_num_batched_tokens=16)
+    assert texts(drive(engine, [opening("s0", PROMPTS[2])]))["s0"] == truth
+    assert engine.stats().steps == math.ceil(len(PROMPTS[2]) / 16) + len(truth) - 1
+
+
 def test_a_stop_id_inside_a_block_ends_there(make_engine: MakeEngine) -> None:
     truth = plain(make_engine, PROMPTS[0])
     stop = next(i for i in range(2, len(truth)) if truth[i] not in truth[:i])

@@ -198,7 +198,8 @@ class Engine:
                 logit_rows += range(first + work.pending - 1, first + work.rows)
             used = self.pool.blocks_for(length)
             spans.append(Span(first, work.rows, length, tuple(sequence.blocks[:used])))
-        return Batch(torch.tensor(tokens), torch.tensor(positions), tuple(spans), torch.tensor(logit_rows))
+        rows, at, wanted = (torch.tensor(ids, dtype=torch.int64) for ids in (tokens, positions, logit_rows))
+        return Batch(rows, at, tuple(spans), wanted)
 
     def _commit(self, works: list[Work], logits: Tensor) -> list[Verdict]:
         """Draw the target's token for every logit row, accept drafts while equal, and append."""

@@ -55,8 +55,8 @@ def load_engine(args: EngineArgs) -> Engine:
     room = num_blocks * args.block_size
     if room < target.max_model_len:
         raise ConfigError(
-            f"the KV cache holds {room} tokens and max_model_len is {target.max_model_len}: one sequence must "
-            "always fit; raise kv_cache_memory_bytes (or num_kv_blocks) or lower max_model_len"
+            f"the KV cache holds {room} tokens and max_model_len is {target.max_model_len}: one sequence "
+            "must always fit; raise kv_cache_memory_bytes (or num_kv_blocks) or lower max_model_len"
         )
     return Engine(
         model,
