@@ -246,7 +246,7 @@ def test_a_service_that_cannot_work_does_not_start(
 @pytest.mark.smollm2
 def test_smollm2_in_float32_equals_generate(smollm2: Path) -> None:
     prompts = SMOLLM2_PROMPTS
-    base = {"model": str(smollm2), "dtype": "float32", "num_kv_blocks": 256, "cpu_threads": 2}
+    base = {"model": str(smollm2), "dtype": "float32", "num_kv_blocks": 256}
     with outrider.local(base) as service:
         truths = reference(smollm2, service, prompts, 48)
     for k in (1, 4, 8):
