@@ -5,9 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
@@ -98,6 +100,28 @@ def test_a_cluster_that_does_not_answer_exits_1(run: Run) -> None:
     assert code == 1
     assert "did not take the service" in err
     assert "Traceback" not in err
+
+
+def test_a_cluster_that_asks_for_a_token_exits_2_and_names_the_setting(run: Run) -> None:
+    class Guarded(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Keep the test's output clean."""
+
+    server = HTTPServer(("127.0.0.1", 0), Guarded)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        code, _, err = run("serve", str(QUICKSTART), "--address", f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+    assert code == 2
+    assert "set RAY_AUTH_MODE=token" in err
 
 
 def test_models_are_listed_with_their_state(

@@ -96,6 +96,9 @@ def serve(
             if demo:
                 _demonstrate(running, model)
             _announce(running, model)
+            # A new local Ray asks for a token, and its clients send theirs only when told to.
+            again = f"RAY_AUTH_MODE=token outrider serve {file} --address {running.cluster.dashboard}"
+            out.print(f"after an edit: {again}", markup=False, soft_wrap=True)
             out.print("Ctrl-C ends it.")
             threading.Event().wait()
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeAlias
 import httpx
 import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from ray.exceptions import AuthenticationError
 
 from outrider.errors import ConfigError, OutriderError
 
@@ -122,16 +123,19 @@ def with_port(config: dict[str, Any], port: int | None) -> dict[str, Any]:
 def deploy(config: dict[str, Any], cluster: Cluster, *, timeout_s: float, report: Report) -> Running:
     """Deploy a service file's content and wait until every application runs and answers.
 
-    Raises `LaunchError` when an application fails, or is not ready after `timeout_s` seconds.
+    Raises `LaunchError` when an application fails, or is not ready after `timeout_s` seconds, and
+    `ConfigError` when the cluster asks for a token that was not sent.
     """
     deadline = time.monotonic() + timeout_s
     try:
         client = ServeSubmissionClient(cluster.dashboard)
         client.deploy_applications(config)
-    except (
-        ConnectionError,
-        RuntimeError,
-    ) as error:  # what Ray's client makes of an unreachable or refusing head
+    except AuthenticationError:
+        raise ConfigError(
+            f"{cluster.dashboard} asks for Ray's token: set RAY_AUTH_MODE=token, which sends the one in "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN"
+        ) from None
+    except (ConnectionError, RuntimeError) as error:  # the head cannot be reached, or refuses
         raise LaunchError(f"{cluster.dashboard} did not take the service: {_cause(str(error))}") from error
     names = [application.get("name", "default") for application in config["applications"]]
     _wait_running(client, names, cluster, deadline, report)
