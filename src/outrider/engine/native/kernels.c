@@ -31,7 +31,7 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
-enum { TILE = 512, GROUP = 64, KEYS = 32, SPAN = 128, ROWS = 16 };
+enum { TILE = 512, GROUP = 64, KEYS = 32, SPAN = 128, ROWS = 16, PANEL = 1 << 20 };
 
 static int use_amx = 0;
 
@@ -127,14 +127,16 @@ int outrider_native_init(int allow_amx) {
 }
 
 #if HAVE_AMX
-/* Tiles 0-3 accumulate `rows` x 16 floats, 4 holds `rows` x 32 of A, 5-7 hold 16 pairs x 16 of B. */
+/* Tiles 0-3 accumulate `rows` x 16 floats, 4 holds `rows` x 32 of A, 5-7 hold 16 pairs x 16 of B.
+ * Beyond 16 rows: 0, 1 and 4 for the first 16, 2, 3 and 5 for the rest, 6 and 7 for B. */
 static void configure(int rows) {
     struct { uint8_t palette, start; uint8_t zero[14]; uint16_t bytes[16]; uint8_t rows[16]; } config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
     for (int t = 0; t < 8; t++) {
         config.bytes[t] = 64;
-        config.rows[t] = t <= 4 ? rows : 16;
+        if (rows > ROWS) config.rows[t] = t == 2 || t == 3 || t == 5 ? rows - ROWS : ROWS;
+        else config.rows[t] = t <= 4 ? rows : ROWS;
     }
     _tile_loadconfig(&config);
 }
@@ -163,30 +165,66 @@ static void unpack_row(const bf16 *packed, int64_t n, int64_t K, bf16 *row) {
         for (int pair = 0; pair < 16; pair++, row += 2) memcpy(row, tile + pair * 32, 4);
 }
 
-/* out [rows][64] = x [rows][K] times one group; rows <= 16. */
-static void group_product(const bf16 *x, int64_t stride, int rows, const bf16 *w, int64_t ktiles, float *out) {
 #if HAVE_AMX
-    if (use_amx) {
+static inline void prefetch(const bf16 *w, int elements) {
+    for (int at = 0; at < elements; at += 32) _mm_prefetch((const char *)(w + at), _MM_HINT_T0);
+}
+
+/* Up to 16 rows: the group's four columns of tiles at once. */
+static void narrow_product(const bf16 *x, int64_t stride, const bf16 *w, int64_t ktiles, int first, float *out) {
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int64_t kt = 0; kt < ktiles; kt++, x += 32, w += 4 * TILE) {
+        if (first) prefetch(w + 8 * TILE, 4 * TILE);
+        _tile_loadd(4, x, stride * 2);
+        _tile_loadd(5, w, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, w + TILE, 64);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(7, w + 2 * TILE, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, w + 3 * TILE, 64);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, out, GROUP * 4);
+    _tile_stored(1, out + 16, GROUP * 4);
+    _tile_stored(2, out + 32, GROUP * 4);
+    _tile_stored(3, out + 48, GROUP * 4);
+}
+
+/* 17 to 32 rows: two columns at a time, each weight tile serves twice. */
+static void wide_product(const bf16 *x, int64_t stride, const bf16 *w, int64_t ktiles, int first, float *out) {
+    for (int half = 0; half < 2; half++, w += 2 * TILE, out += 32) {
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-        for (int64_t kt = 0; kt < ktiles; kt++, x += 32, w += 4 * TILE) {
-            for (int line = 0; line < 4 * TILE; line += 32) _mm_prefetch((const char *)(w + 8 * TILE + line), _MM_HINT_T0);
-            _tile_loadd(4, x, stride * 2);
-            _tile_loadd(5, w, 64);
-            _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, w + TILE, 64);
-            _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(7, w + 2 * TILE, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_loadd(5, w + 3 * TILE, 64);
-            _tile_dpbf16ps(3, 4, 5);
+        for (int64_t kt = 0; kt < ktiles; kt++) {
+            const bf16 *tiles = w + kt * 4 * TILE;
+            if (first) prefetch(tiles + 8 * TILE, 2 * TILE);
+            _tile_loadd(4, x + kt * 32, stride * 2);
+            _tile_loadd(5, x + ROWS * stride + kt * 32, stride * 2);
+            _tile_loadd(6, tiles, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(7, tiles + TILE, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
         }
         _tile_stored(0, out, GROUP * 4);
         _tile_stored(1, out + 16, GROUP * 4);
-        _tile_stored(2, out + 32, GROUP * 4);
-        _tile_stored(3, out + 48, GROUP * 4);
+        _tile_stored(2, out + ROWS * GROUP, GROUP * 4);
+        _tile_stored(3, out + ROWS * GROUP + 16, GROUP * 4);
+    }
+}
+#endif
+
+/* out [rows][64] = x [rows][K] times one group; rows <= 32. `first`: its weights come from memory. */
+static void group_product(const bf16 *x, int64_t stride, int rows, const bf16 *w, int64_t ktiles, int first,
+                          float *out) {
+#if HAVE_AMX
+    if (use_amx) {
+        (rows > ROWS ? wide_product : narrow_product)(x, stride, w, ktiles, first, out);
         return;
     }
 #endif
+    (void)first;
     for (int row = 0; row < rows; row++) {
         f32x16 total[4] = {{0}};
         const bf16 *tiles = w;
@@ -210,42 +248,51 @@ typedef enum { STORE, ADD, SILU_MUL, FLOATS } Finish;
  *   ADD       out bf16 [M][N] += the product: the residual stream
  *   SILU_MUL  each group is 32 gates and their 32 ups; out bf16 [M][N / 2] = silu(gate) * up
  *   FLOATS    out float [M][N] */
+static void finish_rows(const float *part, int rows, int64_t m, int64_t g, int64_t N, const bf16 *bias, Finish finish,
+                        void *out) {
+    int64_t width = N - g * GROUP < GROUP ? N - g * GROUP : GROUP;
+    for (int row = 0; row < rows; row++) {
+        const float *value = part + row * GROUP;
+        if (finish == SILU_MUL) {
+            bf16 *to = (bf16 *)out + (m + row) * (N / 2) + g * 32;
+            for (int i = 0; i < 32; i += 16) {
+                f32x16 gate = load_f32(value + i), up = load_f32(value + 32 + i);
+                store_bf16(to + i, gate / (1.0f + exp16(-gate)) * up);
+            }
+            continue;
+        }
+        for (int64_t i = 0; i < width; i += 16) {
+            f32x16 v = load_f32(value + i);
+            int64_t at = (m + row) * N + g * GROUP + i;
+            if (bias) v += load_bf16(bias + g * GROUP + i);
+            if (finish == FLOATS) { store_f32((float *)out + at, v); continue; }
+            if (finish == ADD) v += load_bf16((bf16 *)out + at);
+            store_bf16((bf16 *)out + at, v);
+        }
+    }
+}
+
 static void matmul(const bf16 *x, int64_t M, const bf16 *w, int64_t N, int64_t K, const bf16 *bias, Finish finish,
                    void *out) {
-    float part[ROWS * GROUP] __attribute__((aligned(64)));
-    int64_t groups = (N + GROUP - 1) / GROUP, ktiles = K / 32;
+    float part[2 * ROWS * GROUP] __attribute__((aligned(64)));
+    int64_t groups = (N + GROUP - 1) / GROUP, ktiles = K / 32, group_size = ktiles * 4 * TILE;
+    /* Weights are read once, a panel that the second-level cache holds at a time; rows pass over the panel. */
+    int64_t panel = PANEL / (group_size * (int64_t)sizeof(bf16));
+    if (panel < 1) panel = 1;
     int configured = 0;
-    for (int64_t g = 0; g < groups; g++, w += ktiles * 4 * TILE) {
-        int64_t width = N - g * GROUP < GROUP ? N - g * GROUP : GROUP;
-        for (int64_t m = 0; m < M; m += ROWS) {
-            int rows = M - m < ROWS ? (int)(M - m) : ROWS;
+    for (int64_t begin = 0; begin < groups; begin += panel)
+        for (int64_t m = 0; m < M; m += 2 * ROWS) {
+            int rows = M - m < 2 * ROWS ? (int)(M - m) : 2 * ROWS;
 #if HAVE_AMX
             if (use_amx && rows != configured) configure(configured = rows);
 #else
             (void)configured;
 #endif
-            group_product(x + m * K, K, rows, w, ktiles, part);
-            for (int row = 0; row < rows; row++) {
-                const float *value = part + row * GROUP;
-                if (finish == SILU_MUL) {
-                    bf16 *to = (bf16 *)out + (m + row) * (N / 2) + g * 32;
-                    for (int i = 0; i < 32; i += 16) {
-                        f32x16 gate = load_f32(value + i), up = load_f32(value + 32 + i);
-                        store_bf16(to + i, gate / (1.0f + exp16(-gate)) * up);
-                    }
-                    continue;
-                }
-                for (int64_t i = 0; i < width; i += 16) {
-                    f32x16 v = load_f32(value + i);
-                    int64_t at = (m + row) * N + g * GROUP + i;
-                    if (bias) v += load_bf16(bias + g * GROUP + i);
-                    if (finish == FLOATS) { store_f32((float *)out + at, v); continue; }
-                    if (finish == ADD) v += load_bf16((bf16 *)out + at);
-                    store_bf16((bf16 *)out + at, v);
-                }
+            for (int64_t g = begin; g < groups && g < begin + panel; g++) {
+                group_product(x + m * K, K, rows, w + g * group_size, ktiles, m == 0, part);
+                finish_rows(part, rows, m, g, N, bias, finish, out);
             }
         }
-    }
 }
 
 static void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t width, float eps) {
