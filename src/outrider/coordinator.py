@@ -62,7 +62,7 @@ class Coordinator:
     def start(self, request: GenerationRequest) -> Generation:
         """Begin one generation; nothing happens until it is iterated.
 
-        Raises `RequestError` when prompt and max_tokens cannot fit the context.
+        Raises `RequestError` when the prompt does not fit the context or a number is out of range.
         """
         limit = self.target.max_model_len
         if not request.prompt:
@@ -72,6 +72,15 @@ class Coordinator:
                 f"the prompt has {len(request.prompt)} tokens and the context {limit}: shorten the prompt",
                 param="prompt",
                 code="context_length_exceeded",
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {request.max_tokens}: ask for at least one token", param="max_tokens"
+            )
+        if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
+            raise RequestError(
+                f"{request.max_draft_tokens} draft tokens: ask for 0 (plain decoding) or more",
+                param="speculative",
             )
         return Generation(self, f"{self._prefix}-{next(self._numbers)}", request)
 
@@ -107,7 +116,7 @@ class Generation:
         num_tokens = coordinator.planned_drafts(request)
         room = coordinator.target.max_model_len - len(request.prompt)
         self._limits = Limits(
-            max_tokens=min(request.max_tokens or room, room),
+            max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
             stop_token_ids=coordinator.tokenizer.eos_token_ids,
         )
         self._rounds = SequentialRounds(
@@ -140,7 +149,7 @@ class Generation:
         try:
             if self._wants_drafter:
                 self._leasing = asyncio.create_task(self._lease_drafter())
-            await self._lease_verifier()
+            await self._lease_verifier(deadline)
             while finish is None:
                 progress = await self._next_progress(deadline)
                 tokens, drafted = progress.committed.tokens, progress.committed.drafted
@@ -155,23 +164,26 @@ class Generation:
         finally:
             self._coordinator.active -= 1
             self.stats.duration = time.monotonic() - started
-            if self._leasing is not None:
-                self._leasing.cancel()
-            self._rounds.close(cancelled=finish is None)
+            self._free(cancelled=finish is None)
+
+    def _free(self, *, cancelled: bool) -> None:
+        """Free both workers; a lease that is still being looked for is given up."""
+        if self._leasing is not None:
+            self._leasing.cancel()
+        self._rounds.close(cancelled=cancelled)
 
     async def _next_progress(self, deadline: float) -> _Progress:
         """The next committed tokens; replaces a lost verifier on the way. Bounded by the verdict timeout."""
         planner = self._options.planner
         while True:
-            first = not self.stats.steps
-            bound = planner.first_verdict_timeout_s if first else planner.verdict_timeout_s
+            spoke = self._rounds.verifier_spoke  # a new verifier, too, has the whole prefill before it
+            bound = planner.verdict_timeout_s if spoke else planner.first_verdict_timeout_s
             bound = min(bound, deadline - time.monotonic())
             try:
                 event = await asyncio.wait_for(self._events.get(), max(bound, 0.001))
             except TimeoutError:
                 if time.monotonic() >= deadline:
-                    limit = self._options.limits.request_timeout_s
-                    raise GenerationError(f"the generation took longer than {limit:g} s") from None
+                    raise self._took_too_long() from None
                 event = LegLost(self.sequence, self._rounds.verify_epoch, f"no verdict for {bound:g} s")
             match event:
                 case _Progress():
@@ -179,20 +191,28 @@ class Generation:
                 case OutriderError():
                     raise event
                 case LegLost() if event.epoch == self._rounds.verify_epoch:
-                    await self._rehome_verifier(event.reason)
+                    await self._rehome_verifier(event.reason, deadline)
+
+    def _took_too_long(self) -> GenerationError:
+        limit = self._options.limits.request_timeout_s
+        return GenerationError(f"the generation took longer than {limit:g} s")
 
     # ---- the verifier's leg
 
-    async def _lease_verifier(self) -> None:
+    async def _lease_verifier(self, deadline: float) -> None:
         opening = self._opening(self._rounds.verify_epoch)
-        leg = await self._coordinator.verifiers.lease(opening, self._on_verifier)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                leg = await self._coordinator.verifiers.lease(opening, self._on_verifier)
+        except TimeoutError:
+            raise self._took_too_long() from None
         self._rounds.attach_verifier(leg, opening.plan)
 
-    async def _rehome_verifier(self, reason: str) -> None:
+    async def _rehome_verifier(self, reason: str, deadline: float) -> None:
         self._rounds.detach_verifier()
         if self._rounds.verify_epoch > REHOMES_ALLOWED:
             raise UnavailableError(f"{self._rounds.verify_epoch} verifiers were lost, the last: {reason}")
-        await self._lease_verifier()
+        await self._lease_verifier(deadline)
 
     def _on_verifier(self, message: FromVerifier) -> None:
         match message:
@@ -200,11 +220,16 @@ class Generation:
                 if message.error is not None and message.epoch == self._rounds.verify_epoch:
                     self._events.put_nowait(GenerationError(message.error))
                     return
-                self.stats.cached_tokens = self.stats.cached_tokens or message.cached_tokens
-                self.stats.queue_time = self.stats.queue_time or message.queue_time
+                first = not self.stats.steps
                 committed = self._rounds.on_verdict(message)
-                if committed is not None:
-                    self._events.put_nowait(_Progress(committed, message.finish))
+                if committed is None:
+                    return
+                if first:  # of the generation: what a later verifier finds in its cache saved nothing
+                    self.stats.cached_tokens = message.cached_tokens
+                    self.stats.queue_time = message.queue_time
+                self._events.put_nowait(_Progress(committed, message.finish))
+                if message.finish is not None:
+                    self._free(cancelled=False)  # now: the caller may take its time with the chunks
             case Resync():
                 if self._rounds.on_verifier_resync(message):
                     lost = LegLost(message.sequence, message.epoch, "the verifier does not know the sequence")
@@ -225,7 +250,6 @@ class Generation:
         except OutriderError as error:
             self._rounds.detach_drafter(f"no drafter: {error}")
             return
-        self.stats.fallback = None
         self._rounds.attach_drafter(leg, opening)
 
     def _on_drafter(self, message: FromDrafter) -> None:
@@ -240,8 +264,9 @@ class Generation:
                 self._rounds.on_proposal(message)
 
     def _replace_drafter(self, reason: str) -> None:
+        if self._leasing is not None:
+            self._leasing.cancel()  # lost before its lease was told so
         self._rounds.detach_drafter(f"drafter lost: {reason}")
-        self._rounds.draft_epoch += 1
         self._drafters_lost += 1
         if self._drafters_lost <= REHOMES_ALLOWED:
             self._leasing = asyncio.create_task(self._lease_drafter())

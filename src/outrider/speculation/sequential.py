@@ -6,6 +6,7 @@ rebuilt from the committed tokens at any time: that is how a leg is re-homed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ class SequentialRounds:
         """`num_tokens` is K; `drafter` drafts in this process, None means a leg may come later."""
         self.sequence = sequence
         self.tokens: list[int] = list(request.prompt)
-        self.verify_epoch = 0
+        self.verify_epoch = 0  # of the leg that is attached or being leased, as is the other
         self.draft_epoch = 0
+        self.verifier_spoke = False  # whether the verifier of this epoch has given a verdict
         self._request = request
         self._num_tokens = num_tokens
         self._gate_s = gate_s
@@ -70,44 +72,66 @@ class SequentialRounds:
         )
 
     def attach_verifier(self, leg: VerifierLeg, opened_with: Plan) -> None:
-        """The verifier has the sequence. It is told if the plan changed while it was being leased."""
+        """The verifier has the sequence. It is told if the plan changed while it was being leased.
+
+        A leg of an older epoch, here and in `attach_drafter`, came too late: it is freed at once.
+        """
+        if opened_with.epoch != self.verify_epoch:
+            leg.send(Close(self.sequence, opened_with.epoch, cancelled=True))
+            return
         self._verifier = leg
         if self.plan != opened_with:
             leg.send(self.plan)
-        if self._stats.steps and self._drafter is not None:
-            self._order_drafts()  # its first verdict overtook the leg
+        if self.verifier_spoke:  # its first verdict overtook the leg, so the answer to it had no way out
+            self._order_drafts()
 
     def attach_drafter(self, leg: DrafterLeg, opening: Open) -> None:
         """A remote drafter knows the tokens of `opening`: from now on the verifier waits for orders."""
+        if opening.epoch != self.draft_epoch:
+            leg.send(Close(self.sequence, opening.epoch, cancelled=True))
+            return
         self._remote = leg
         self._drafter_knows = len(opening.prompt) + len(opening.committed)
         self._asked_at, self._missed = None, 0
+        self._stats.fallback = None
         if self._verifier is not None:
             self._verifier.send(self.plan)
         self._order_drafts()
 
     def detach_drafter(self, reason: str) -> None:
-        """No more drafts, for the given reason: the sequence free-runs."""
-        self._remote, self._drafter = None, None
+        """No more drafts, for the given reason: the sequence free-runs. A successor gets a new epoch."""
+        self._release_drafter(cancelled=False)
         self._stats.fallback = reason
         if self._verifier is not None:
             self._verifier.send(self.plan)
 
     def detach_verifier(self) -> None:
-        """The verifier is gone; its successor gets a new epoch and all committed tokens."""
-        self._verifier = None
-        self.verify_epoch += 1
+        """The verifier is lost; its successor gets a new epoch and all committed tokens.
+
+        It is closed all the same: a verifier that was merely silent would go on decoding.
+        """
+        self._release_verifier(cancelled=False)
+        self.verifier_spoke = False
         self._asked_at = None
 
     def close(self, *, cancelled: bool) -> None:
-        """Free the sequence on both legs."""
+        """Free the sequence on both legs. What still comes, messages or legs, is of an old epoch."""
+        self._release_verifier(cancelled=cancelled)
+        self._release_drafter(cancelled=cancelled)
+
+    def _release_verifier(self, *, cancelled: bool) -> None:
         if self._verifier is not None:
             self._verifier.send(Close(self.sequence, self.verify_epoch, cancelled=cancelled))
+        self._verifier = None
+        self.verify_epoch += 1
+
+    def _release_drafter(self, *, cancelled: bool) -> None:
         if self._remote is not None:
             self._remote.send(Close(self.sequence, self.draft_epoch, cancelled=cancelled))
         if self._drafter is not None:
-            self._drafter.forget(self.sequence)
-        self._verifier, self._remote, self._drafter = None, None, None
+            self._forget(self._drafter)
+        self._remote, self._drafter = None, None
+        self.draft_epoch += 1
 
     # ---- messages
 
@@ -115,16 +139,17 @@ class SequentialRounds:
         """Take the truth in and order the next drafts. None: nothing new (a replay, or an old epoch)."""
         if verdict.epoch != self.verify_epoch:
             return None
+        self.verifier_spoke = True
         known = len(self.tokens) - verdict.base_len
         if known < 0:  # a verdict was lost: an order on the old base has it replayed
             self._order(len(self.tokens), ())
             return None
         new = verdict.tokens[known:]
+        if not new:
+            return None
         if verdict.batch:  # a step, not a replay
             self._stats.count(drafted=verdict.drafted, accepted=verdict.accepted)
             self._missed = self._missed + 1 if self._asked_at is not None and not verdict.drafted else 0
-        if not new:
-            return None
         self.tokens += new
         if verdict.finish is None:
             self._order_drafts()
@@ -135,7 +160,10 @@ class SequentialRounds:
         """Pass a draft on. One that comes late is still sent: the verifier re-bases it."""
         if proposal.epoch != self.draft_epoch or self._remote is None:
             return
-        self._asked_at = None
+        if proposal.base_len > len(self.tokens):
+            return  # no drafter knows more than the router told it
+        if proposal.base_len == self._asked_at:  # the answer to an older order is no answer to this one
+            self._asked_at = None
         if proposal.base_len < len(self.tokens):
             self._stats.late_proposals += 1
         self._order(proposal.base_len, proposal.tokens)
@@ -163,7 +191,6 @@ class SequentialRounds:
                 self._order(len(self.tokens), drafts)
         elif self._remote is not None:
             if self._missed >= MISSED_GATES_ALLOWED:
-                self._remote.send(Close(self.sequence, self.draft_epoch))
                 self.detach_drafter(f"the drafter was late {self._missed} rounds in a row")
                 return
             self._asked_at = len(self.tokens)
@@ -183,11 +210,17 @@ class SequentialRounds:
         context = DraftContext(self.sequence, self.tokens, self._num_tokens, self._request.sampling)
         try:
             (drafts,) = drafter.propose([context])
-            return tuple(int(token) for token in drafts)
+            return tuple(int(token) for token in itertools.islice(drafts, self._num_tokens))
         except Exception as error:  # a plugin's fault costs drafts, never the request
             logger.exception("the in-process drafter failed on %s; it decodes plainly", self.sequence)
             self.detach_drafter(f"the drafter failed: {type(error).__name__}")
             return None
+
+    def _forget(self, drafter: Drafter) -> None:
+        try:
+            drafter.forget(self.sequence)
+        except Exception:  # a plugin may raise anything; the sequence is over for it all the same
+            logger.exception("the in-process drafter could not forget %s", self.sequence)
 
     def _order(self, base_len: int, drafts: tuple[int, ...]) -> None:
         if self._verifier is not None:
