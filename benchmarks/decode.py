@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -38,6 +38,7 @@ from outrider.generation import GenerationRequest
 from outrider.inprocess import Completion, LocalService
 from prompts import COPYING, by_category, mixed, source
 
+T = TypeVar("T")
 K = 4
 CONFIG: dict[str, Any] = {
     "model": "smollm2",
@@ -105,12 +106,8 @@ def plain_against_generate(
     try:
         encoded = [encode(service, prompt) for prompt in prompts]
         for concurrency in (1, 8):
-            groups = [encoded[i : i + concurrency] for i in range(0, len(encoded), concurrency)]
-            groups = [group for group in groups if len(group) == concurrency]
-            if concurrency == 8:  # the same prompts, mixed anew
-                groups = [(encoded[i:] + encoded[:i])[:8] for i in range(0, len(encoded), 2)]
             ours, theirs = [], []
-            for group in groups:
+            for group in grouped(encoded, concurrency):
                 requests = [request(service, ids, n, speculative=False) for ids in group]
                 ours.append(our_speed(service, requests)[0])
                 theirs.append(peer.speed(group, tokens=n, eos=()))
@@ -149,8 +146,7 @@ def ngram_against_plain(report: Report, service: LocalService, peer: Peer, count
     speeds_c8: dict[bool, list[float]] = {True: [], False: []}
     copying = [prompt for category in COPYING for prompt in by_category()[category][:count]]
     encoded = [encode(service, prompt) for prompt in copying]
-    for start in range(0, len(encoded), 3):
-        group = (encoded[start:] + encoded[:start])[:8]
+    for group in grouped(encoded, 8):
         for speculative in (False, True):
             requests = [request(service, ids, n, speculative=speculative) for ids in group]
             speeds_c8[speculative].append(our_speed(service, requests)[0])
@@ -235,8 +231,8 @@ def in_process_latency(report: Report, service: LocalService, prompts: list[str]
     for concurrency in (1, 8):
         for speculative in (False, True):
             timings: list[Timing] = []
-            for i in range(0, len(encoded), concurrency):
-                timings += asyncio.run(all_of(encoded[i : i + concurrency], speculative))
+            for group in grouped(encoded, concurrency):
+                timings += asyncio.run(all_of(group, speculative))
             latency(report, f"{'ngram' if speculative else 'plain'}_c{concurrency}", timings)
 
 
@@ -261,8 +257,7 @@ async def _http_pairs(report: Report, service: LocalService, url: str, prompts: 
         for concurrency in (1, 8):
             speeds: dict[str, list[float]] = {"http": [], "http_plain": [], "local": []}
             timings: list[Timing] = []
-            for i in range(0, len(prompts), concurrency):
-                group = prompts[i : i + concurrency]
+            for group in grouped(prompts, concurrency):
                 requests = [request(service, encode(service, p), n, speculative=False) for p in group]
                 speeds["local"].append((await asyncio.to_thread(our_speed, service, requests))[0])
                 for speculative in (False, True):
@@ -306,6 +301,12 @@ async def _http_one(client: httpx.AsyncClient, prompt: str, n: int, *, speculati
     share = max(1, round(tokens / max(1, len(arrivals))))  # a chunk's tokens are not told over the plain API
     timing = streamed(started, [(at, share) for at in arrivals] or [(time.perf_counter(), 1)])
     return Timing(timing.first, timing.gaps, tokens)
+
+
+def grouped(items: list[T], concurrency: int) -> list[list[T]]:
+    """One by one, or groups of `concurrency` that each start two items later: every pair mixes them anew."""
+    step = 1 if concurrency == 1 else 2
+    return [(items[i:] + items[:i])[:concurrency] for i in range(0, len(items), step)]
 
 
 def encode(service: LocalService, prompt: str) -> list[int]:
