@@ -180,10 +180,14 @@ class Generation:
             bound = planner.verdict_timeout_s if spoke else planner.first_verdict_timeout_s
             bound = min(bound, deadline - time.monotonic())
             try:
-                event = await asyncio.wait_for(self._events.get(), max(bound, 0.001))
+                # Not wait_for: before Python 3.12 it loses a cancellation that comes with an event.
+                async with asyncio.timeout(bound):
+                    event = await self._events.get()
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise self._took_too_long() from None
+                if not self._events.empty():
+                    continue  # it was this loop that stood still
                 event = LegLost(self.sequence, self._rounds.verify_epoch, f"no verdict for {bound:g} s")
             match event:
                 case _Progress():
