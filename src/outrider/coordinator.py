@@ -101,7 +101,14 @@ class _Progress:
     finish: FinishReason | None
 
 
-_Event: TypeAlias = _Progress | OutriderError | LegLost
+@dataclass(frozen=True, slots=True)
+class _SignOfLife:
+    """The verifier has nothing new and says so: the sequence waits for memory, or is being prefilled."""
+
+    epoch: int
+
+
+_Event: TypeAlias = _Progress | _SignOfLife | OutriderError | LegLost
 
 
 class Generation:
@@ -194,6 +201,8 @@ class Generation:
                     return event
                 case OutriderError():
                     raise event
+                case _SignOfLife():
+                    continue  # the wait begins anew
                 case LegLost() if event.epoch == self._rounds.verify_epoch:
                     await self._rehome_verifier(event.reason, deadline)
 
@@ -227,6 +236,7 @@ class Generation:
                 first = not self.stats.steps
                 committed = self._rounds.on_verdict(message)
                 if committed is None:
+                    self._events.put_nowait(_SignOfLife(message.epoch))
                     return
                 if first:  # of the generation: what a later verifier finds in its cache saved nothing
                     self.stats.cached_tokens = message.cached_tokens

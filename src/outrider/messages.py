@@ -30,7 +30,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's distribution becomes a token. Temperature 0 is greedy."""
+    """How the target's distribution becomes a token. Temperature 0 is greedy, and so is less than 1e-5."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,7 +39,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ class VerifyOrder:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Verifier to router: `tokens` are committed after `base_len`: the accepted drafts, then the
-    recovered or bonus token. Idempotent: a router that already knows them ignores them."""
+    recovered or bonus token. Idempotent: a router that already knows them ignores them. Without tokens it
+    is a sign of life: the sequence waits for memory, or its prompt is being computed."""
 
     sequence: str
     epoch: int

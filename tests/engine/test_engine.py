@@ -192,15 +192,57 @@ def test_preempted_sequences_resume_with_the_same_text(make_engine: MakeEngine) 
 
 
 def test_drafts_are_given_up_before_anybody_is_preempted(make_engine: MakeEngine) -> None:
-    # 13 blocks of 16 hold 200 tokens and the newest, but not 8 drafts more at the very end.
-    prompt = PROMPTS[1]
-    truth = plain(make_engine, prompt, 150)
-    engine = make_engine(num_blocks=12, prefix_caching=False)
-    done = Dictating(engine, {"s0": truth}, lambda ahead: ahead[:8]).run(
-        [opening("s0", prompt, k=8, max_tokens=150)]
-    )
-    assert done["s0"] == truth
+    # Two prompts of 50 and room for two times 64 tokens: the third round has room for its newest token only.
+    prompts = [[i + 1] * 50 for i in range(2)]
+    truths = {f"s{i}": plain(make_engine, prompt, 20) for i, prompt in enumerate(prompts)}
+    engine = make_engine(num_blocks=8, prefix_caching=False)
+    for i, prompt in enumerate(prompts):
+        engine.receive(opening(f"s{i}", prompt, k=8, max_tokens=20))
+    done: dict[str, list[int]] = {"s0": [], "s1": []}
+    drafted = []
+    for _ in range(3):
+        for event in engine.step():
+            assert isinstance(event, Verdict)
+            drafted.append(event.drafted)
+            done[event.sequence] += event.tokens
+            ahead = truths[event.sequence][len(done[event.sequence]) :]
+            engine.receive(VerifyOrder(event.sequence, 0, 50 + len(done[event.sequence]), tuple(ahead[:8])))
+    assert drafted == [0, 0, 8, 8, 0, 0]
     assert engine.stats().preemptions == 0
+    assert all(truths[name][: len(tokens)] == tokens for name, tokens in done.items())
+
+
+def test_drafts_do_not_starve_younger_sequences_nor_prompts(make_engine: MakeEngine) -> None:
+    openings = openings_for(8, 8)
+    truths = {o.sequence: plain(make_engine, list(o.prompt)) for o in openings}
+    engine = make_engine(max_num_batched_tokens=24)
+    router = Dictating(engine, truths, lambda ahead: ahead[:8])
+    assert router.run(openings) == truths
+    shares: dict[str, int] = defaultdict(int)
+    for verdict in router.verdicts[:64]:
+        shares[verdict.sequence] += len(verdict.tokens)
+    assert len(shares) == 8, "everybody was served while all were running"
+    assert max(shares.values()) <= 3 * min(shares.values())
+
+
+def test_admission_counts_what_the_running_were_promised(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=20, prefix_caching=False, max_num_batched_tokens=16)
+    for i in range(4):
+        engine.receive(opening(f"s{i}", [i + 1] * 150, max_tokens=4))  # 10 blocks each, in 10 steps
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (2, 2)
+    drive(engine, [])
+    assert engine.stats().preemptions == 0
+
+
+def test_who_waits_for_memory_is_told_so(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.engine.SIGN_OF_LIFE_S", 0.0)
+    engine = make_engine(num_blocks=13, prefix_caching=False)
+    engine.receive(opening("runs", [1] * 150))
+    engine.receive(opening("waits", [2] * 100))
+    signs = [event for event in engine.step() if event.sequence == "waits"]
+    assert signs == [Verdict("waits", 0, 100, tokens=())]
 
 
 def test_a_shared_prefix_is_computed_once_and_changes_nothing(make_engine: MakeEngine) -> None:
@@ -247,6 +289,17 @@ def test_a_nan_ends_its_own_request_and_no_other(make_engine: MakeEngine, model_
     assert failure.finish is FinishReason.ERROR
     assert failure.error == "the model's logits are not finite numbers"
     assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_nan_behind_a_rejected_draft_costs_nothing_but_time(
+    make_engine: MakeEngine, model_folder: Path
+) -> None:
+    truth = plain(make_engine, PROMPTS[0])
+    assert 251 not in truth
+    engine = Engine(Poisoned(load(model_folder), 251), num_blocks=64, vocab_size=VOCAB, max_model_len=200)
+    router = Dictating(engine, {"s0": truth}, lambda ahead: [*ahead[:1], 251, *ahead[2:4]])
+    assert router.run(openings_for(4, 1))["s0"] == truth
+    assert engine.stats().failed == 0
 
 
 def first_token(engine: Engine, message: Open) -> Verdict:

@@ -46,6 +46,12 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert set(draw(SamplingParams(top_p=1e-6, seed=5), 100)) == {5}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-46, 1e-6, 1e-4])
+def test_temperatures_next_to_nothing_are_greedy(temperature: float) -> None:
+    for params in (SamplingParams(temperature, seed=1), SamplingParams(temperature, top_p=0.9, seed=1)):
+        assert set(draw(params, 50)) == {5}
+
+
 def test_a_row_draws_the_same_whatever_the_rows_beside_it() -> None:
     greedy, hot, cut = (
         SamplingParams(temperature=0.0),

@@ -23,6 +23,9 @@ from outrider.sampling.target import choose_tokens, finite_rows
 
 Event: TypeAlias = Verdict | Resync
 
+SIGN_OF_LIFE_S = 1.0
+"""Seconds after which a sequence that got no token is told that the verifier still works on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -38,6 +41,16 @@ class EngineStats:
     rows: int
     cancelled: int
     failed: int  # sequences ended by an error of their own
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What one sequence's rows gave."""
+
+    tokens: list[int]  # the accepted drafts, then the recovered or bonus token
+    accepted: int
+    finite: bool  # the rows that count have finite logits
+    poisoned: bool  # some row has not: a rejected draft may have left a NaN in the cache
 
 
 class Engine:
@@ -169,10 +182,20 @@ class Engine:
         self._rows += rows
         for sequence in (work.sequence for work in works):
             sequence.gate_opens_at = ended + sequence.plan.gate_s
-        return [
+            if sequence.decoding:
+                sequence.heard_at = ended
+        events: list[Event] = [
             replace(verdict, batch=len(works), batch_tokens=rows, step_time=ended - started)
             for verdict in verdicts
         ]
+        return events + self._signs_of_life(ended)
+
+    def _signs_of_life(self, now: float) -> list[Event]:
+        """An empty verdict for who waits for memory or is still prefilling: silence means a lost verifier."""
+        quiet = [s for s in self._sequences.values() if now - s.heard_at >= SIGN_OF_LIFE_S]
+        for sequence in quiet:
+            sequence.heard_at = now
+        return [Verdict(s.name, s.epoch, base_len=len(s.tokens), tokens=()) for s in quiet]
 
     def fail_all(self, reason: str) -> list[Event]:
         """End every sequence with an error: the model itself broke."""
@@ -209,18 +232,17 @@ class Engine:
                 work.sequence.cached += work.pending
         if not complete:
             return []
-        targets, accepted, sound = self._verify(complete, logits)
         verdicts = []
-        for work, target_tokens, count, finite in zip(complete, targets, accepted, sound, strict=True):
+        for work, drawn in zip(complete, self._verify(complete, logits), strict=True):
             sequence = work.sequence
             sequence.drafts = None
-            if not finite:
+            if not drawn.finite:
                 self._remove(sequence)
                 verdicts.append(self._failure(sequence, "the model's logits are not finite numbers"))
                 continue
             base_len = len(sequence.tokens)
-            committed, finish = sequence.commit(target_tokens[: count + 1], self.max_model_len)
-            sequence.cached = base_len + min(count, len(committed) - 1)
+            committed, finish = sequence.commit(drawn.tokens, self.max_model_len)
+            sequence.cached = base_len + len(committed) - 1
             self._publish(sequence)
             verdicts.append(
                 Verdict(
@@ -229,7 +251,7 @@ class Engine:
                     base_len,
                     tokens=tuple(committed),
                     drafted=len(work.drafts),
-                    accepted=min(count, len(committed)),
+                    accepted=min(drawn.accepted, len(committed)),
                     finish=finish,
                     cached_tokens=0 if sequence.reported else sequence.prefix_hit,
                     queue_time=0.0 if sequence.reported else sequence.queue_time or 0.0,
@@ -238,13 +260,12 @@ class Engine:
             sequence.reported = True
             if finish is not None:
                 self._remove(sequence)
+            elif drawn.poisoned:
+                self._scheduler.preempt(sequence)  # its cache holds a NaN: compute it anew
         return verdicts
 
-    def _verify(self, works: list[Work], logits: Tensor) -> tuple[list[list[int]], list[int], list[bool]]:
-        """Per sequence: the target's K + 1 tokens, the number of accepted drafts, and whether all is finite.
-
-        One transfer from the device, whatever the batch.
-        """
+    def _verify(self, works: list[Work], logits: Tensor) -> list[_Drawn]:
+        """Draw for every logit row, accept, and bring the outcome over in one transfer from the device."""
         sampling = [work.sequence.sampling for work in works for _ in range(len(work.drafts) + 1)]
         positions = [
             len(work.sequence.tokens) + offset for work in works for offset in range(len(work.drafts) + 1)
@@ -254,15 +275,21 @@ class Engine:
         width = max(len(work.drafts) for work in works) + 1
         counts = torch.tensor([len(work.drafts) for work in works], device=drawn.device)
         ends = (counts + 1).cumsum(0)
-        rows = (ends - counts - 1).unsqueeze(1) + torch.arange(width, device=drawn.device)
+        column = torch.arange(width, device=drawn.device)
+        rows = (ends - counts - 1).unsqueeze(1) + column
         rows = rows.minimum((ends - 1).unsqueeze(1))  # short sequences repeat their last row as padding
         padded = [list(work.drafts) + [0] * (width - 1 - len(work.drafts)) for work in works]
         drafts = torch.tensor(padded, dtype=torch.int64, device=drawn.device).view(len(works), width - 1)
         targets = drawn[rows]
         accepted = count_accepted(targets, drafts, counts)
-        sound = finite[rows].all(dim=1)
-        packed = torch.cat([targets, accepted.unsqueeze(1), sound.long().unsqueeze(1)], dim=1).tolist()
-        return [row[:width] for row in packed], [row[width] for row in packed], [bool(r[-1]) for r in packed]
+        # What a rejected draft did to the rows behind it is no fault of the request.
+        kept = (finite[rows] | (column > accepted.unsqueeze(1))).all(dim=1)
+        clean = finite[rows].all(dim=1)
+        outcome = torch.stack([accepted, kept.long(), clean.long()], dim=1)
+        return [
+            _Drawn(row[: row[width] + 1], row[width], bool(row[-2]), not row[-1])
+            for row in torch.cat([targets, outcome], dim=1).tolist()
+        ]
 
     def _publish(self, sequence: Sequence) -> None:
         """Name the blocks that are full of committed tokens, for others to share."""

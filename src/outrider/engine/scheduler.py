@@ -1,8 +1,9 @@
-"""Which rows the next step computes: newest tokens with their drafts first, then prefill chunks.
+"""Which rows the next step computes: every newest token, then prefill chunks and drafts in fair shares.
 
-Memory is promised before it is used: a sequence is admitted when its tokens and one round (1 + K rows) fit.
-When a running sequence finds no block, it first gives up its drafts; then the youngest is preempted: its
-blocks are freed and its tokens, which are the truth, are prefilled again later.
+Memory is promised before it is used: a sequence is admitted when its tokens and one round (1 + K rows) fit
+beside what the running ones were promised. When a running sequence finds no block, it first gives up its
+drafts; then the youngest is preempted: its blocks are freed and its tokens, which are the truth, are
+prefilled again later.
 """
 
 from __future__ import annotations
@@ -55,17 +56,37 @@ class Scheduler:
     def next_step(self, now: float) -> list[Work]:
         """Admit what fits and choose this step's rows; every chosen row has its block."""
         self._admit(now)
-        room = self._max_rows
+        decoding = [sequence for sequence in self.running if sequence.decoding]
+        prefilling = [sequence for sequence in self.running if not sequence.decoding]
+        # A long prompt must not delay running streams, nor drafts the prompts: streams come first, with a
+        # row each, and drafts leave half of what is left to prompts that wait for it.
+        spare = self._max_rows - len(decoding)
+        for_drafts = spare // 2 if prefilling else spare
         chosen: list[Work] = []
-        for decoding in (True, False):  # a long prompt must not delay running streams
-            for sequence in [s for s in self.running if s.decoding is decoding]:
-                if room <= 0 or sequence not in self.running:
-                    continue  # no row left, or preempted by an older one in this very loop
-                work = self._with_blocks(self._wanted(sequence, room), chosen)
-                if work is not None:
-                    chosen.append(work)
-                    room -= work.rows
+        for index, sequence in enumerate(decoding):
+            share = for_drafts // (len(decoding) - index)
+            drafts = sequence.usable_drafts(self._vocab_size, self._max_model_len)[:share]
+            for_drafts -= len(drafts)
+            self._choose(Work(sequence, 1, drafts), chosen)
+        room = self._max_rows - sum(work.rows for work in chosen)
+        for sequence in prefilling:
+            pending = min(len(sequence.tokens) - sequence.cached, room)
+            if pending > 0:
+                self._choose(Work(sequence, pending, ()), chosen)
+                room -= pending
         return chosen
+
+    def _choose(self, work: Work, chosen: list[Work]) -> None:
+        """Add the work with its blocks, unless its sequence was or must be preempted."""
+        if work.sequence in self.running and (placed := self._with_blocks(work, chosen)) is not None:
+            chosen.append(placed)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free a running sequence's cache; it is prefilled again, before those that wait."""
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._free(sequence)
+        self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds."""
@@ -79,9 +100,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             shared = self.pool.shared_prefix(sequence.tokens)
-            one_round = 1 + sequence.plan.num_tokens
-            ends_at = min(len(sequence.tokens) + one_round, self._max_model_len)
-            if self.pool.blocks_for(ends_at) - len(shared) > self.pool.num_free and self.running:
+            if self._promised(sequence) - len(shared) > self._unpromised() and self.running:
                 self.pool.release(shared)
                 return  # running sequences will free blocks; alone, a sequence always fits
             self.waiting.popleft()
@@ -94,12 +113,15 @@ class Scheduler:
                 sequence.prefix_hit = min(sequence.cached, sequence.prompt_len)
             self.running.append(sequence)
 
-    def _wanted(self, sequence: Sequence, room: int) -> Work:
-        missing = len(sequence.tokens) - sequence.cached
-        if missing > room or not sequence.decoding:
-            return Work(sequence, min(missing, room), ())
-        drafts = sequence.usable_drafts(self._vocab_size, self._max_model_len)
-        return Work(sequence, missing, drafts[: room - missing])
+    def _promised(self, sequence: Sequence) -> int:
+        """Blocks that a sequence needs for its tokens and one round."""
+        one_round = 1 + sequence.plan.num_tokens
+        return self.pool.blocks_for(min(len(sequence.tokens) + one_round, self._max_model_len))
+
+    def _unpromised(self) -> int:
+        """Free blocks that no running sequence counts on."""
+        owed = (self._promised(running) - len(running.blocks) for running in self.running)
+        return self.pool.num_free - sum(max(blocks, 0) for blocks in owed)
 
     def _with_blocks(self, work: Work, chosen: list[Work]) -> Work | None:
         """Give the work's rows their blocks; None when the sequence itself had to be preempted."""
@@ -114,16 +136,10 @@ class Scheduler:
                     work = Work(sequence, work.pending, ())
                     continue
                 victim = self.running[-1]
-                self._preempt(victim)
+                self.preempt(victim)
                 chosen[:] = [other for other in chosen if other.sequence is not victim]
                 if victim is sequence:
                     return None
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.preemptions += 1
-        self.running.remove(sequence)
-        self._free(sequence)
-        self.waiting.appendleft(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)

@@ -28,6 +28,7 @@ class Sequence:
     prefix_hit: int = 0  # prompt tokens found in the cache at first admission
     queue_time: float | None = None  # seconds until first admitted
     reported: bool = False  # whether a verdict was given
+    heard_at: float = 0.0  # when the router was last told anything, time.monotonic
 
     @classmethod
     def opened(cls, message: Open, now: float) -> Sequence:
@@ -40,6 +41,7 @@ class Sequence:
             limits=message.limits,
             plan=message.plan,
             opened_at=now,
+            heard_at=now,
         )
 
     @property

@@ -42,8 +42,10 @@ def choose_tokens(
 
 
 def _draw(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    temperature = torch.tensor([params.temperature for params in sampling], device=logits.device)
-    log_weights = logits.double() / temperature.double().unsqueeze(1)
+    temperature = torch.tensor(
+        [params.temperature for params in sampling], dtype=torch.float64, device=logits.device
+    )
+    log_weights = logits.double() / temperature.unsqueeze(1)
     keys = [row_key(params.seed, position) for params, position in zip(sampling, positions, strict=True)]
     if all(params.top_k is None and params.top_p >= 1.0 for params in sampling):
         tokens = torch.arange(logits.shape[1], device=logits.device)

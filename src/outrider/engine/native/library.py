@@ -1,8 +1,9 @@
 """Builds `kernels.c` for this machine on first use and declares its functions.
 
-The object is cached beside the models, named by a digest of source, compiler, flags and processor, so a
-changed source or another machine builds its own. Without a C compiler there is no library, and the engine
-runs on torch kernels: slower, same tokens up to rounding.
+The object is cached beside the models, named by a digest of source, flags and processor, so a changed source
+or another machine builds its own, and a machine that lost its compiler keeps what it has. Where the cache
+cannot be used a process builds for itself. Without a C compiler there is no library, and the engine runs on
+torch kernels: slower, same tokens up to rounding.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,10 +24,13 @@ from outrider import models
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 120
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """The kernels cannot be built here; the message says why."""
+    """The kernels cannot be built or loaded here; the message says why."""
 
 
 class Model(ctypes.Structure):
@@ -68,7 +73,8 @@ def load() -> ctypes.CDLL:
 
     OUTRIDER_AMX=0 in the environment keeps it to portable vectors, as on processors without AMX.
     """
-    library = ctypes.CDLL(str(_built()))
+    cached = _cached_path()
+    library = _opened(cached) or _built(cached)
     library.outrider_native_init.argtypes = [ctypes.c_int]
     library.outrider_native_init.restype = ctypes.c_int
     library.outrider_pack.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
@@ -79,39 +85,80 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _built() -> Path:
+def _cached_path() -> Path | None:
+    """Where the library of this source and processor is kept; None where nobody says what home is."""
+    parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor())
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    try:
+        return models.cache_dir() / "kernels" / f"{name}.so"
+    except RuntimeError:  # a container's user without a name
+        return None
+
+
+def _opened(cached: Path | None) -> ctypes.CDLL | None:
+    """The library of the cache; None when it is not there, damaged, or cannot be loaded from there."""
+    if cached is None:
+        return None
+    try:
+        content = cached.read_bytes()
+        # Loading half a file may kill the process instead of raising.
+        if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
+            logger.info("%s is damaged and is built anew", cached)
+            return None
+        return ctypes.CDLL(str(cached))
+    except OSError as error:
+        logger.info("%s cannot be loaded: %s", cached, error)
+        return None
+
+
+def _built(cached: Path | None) -> ctypes.CDLL:
+    """Compile, keep the object in the cache where it can be written, and load it from where it may run."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise BuildError("no C compiler was found (install gcc, or set CC)")
-    version = _run([compiler, "--version"]).splitlines()[0]
-    name = hashlib.sha256(
-        "\0".join([SOURCE.read_text(encoding="utf-8"), version, *FLAGS, _processor()]).encode()
-    ).hexdigest()[:24]
-    folder = models.cache_dir() / "kernels"
-    target = folder / f"{name}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    try:
+        with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
             built = Path(scratch) / "kernels.so"
             _run([compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"])
-            built.replace(target)  # whole or not at all, also when two workers build at once
-    return target
+            if not built.is_file():
+                raise BuildError(f"{compiler} made no library")
+            _keep(built, cached)
+            # The cache first: a temporary folder is more often mounted noexec. What is loaded stays mapped.
+            return _opened(cached) or ctypes.CDLL(str(built))
+    except OSError as error:
+        raise BuildError(f"the library that {compiler} made cannot be loaded: {error}") from error
 
 
-def _run(command: list[str]) -> str:
+def _keep(built: Path, cached: Path | None) -> None:
+    """Copy the object into the cache with its digest behind it; a cache that cannot be written is not used."""
+    if cached is None:
+        return
+    content = built.read_bytes()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+            whole = Path(scratch) / cached.name
+            whole.write_bytes(content + hashlib.sha256(content).digest())
+            whole.replace(cached)  # whole or not at all, also when two workers build at once
+    except OSError as error:
+        logger.warning("the C kernels are built at every start, %s cannot be written: %s", cached, error)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} could not be run: {error}") from error
     if done.returncode:
         raise BuildError(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
-    return done.stdout
 
 
 def _processor() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except OSError:  # not Linux
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
