@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider.contracts import DraftContext
-from outrider.errors import ConfigError, GenerationError, RequestError
+from outrider.errors import ConfigError, GenerationError, RequestError, UnavailableError
 from outrider.inprocess import LocalService
 from outrider.messages import FinishReason
 
@@ -187,6 +188,28 @@ def test_streamed_chunks_are_the_generated_text(tiny_llama: Path, truths: list[l
         assert chunks[-1].finish is FinishReason.LENGTH
 
 
+def test_closing_ends_what_runs_with_an_error(tiny_llama: Path) -> None:
+    service = start(tiny_llama, method="ngram")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(service.generate, PROMPTS[0], max_tokens=400, temperature=0)
+        stream = service.stream(PROMPTS[0], max_tokens=400, temperature=0)
+        next(stream)
+        service.close()
+        with pytest.raises(UnavailableError, match="the service was closed"):
+            running.result(timeout=30)
+        with pytest.raises(UnavailableError, match="the service was closed"):
+            list(stream)
+    service.close()  # twice is fine
+
+
+def test_the_first_error_ends_the_requests_beside_it(tiny_llama: Path) -> None:
+    with start(tiny_llama) as service:
+        fine = service.request(PROMPTS[0], max_tokens=400, temperature=0)
+        with pytest.raises(GenerationError):
+            service.generate_many([fine, service.request([10**6], max_tokens=400)])
+        assert service.coordinator.active == 0
+
+
 def test_a_stream_that_is_left_frees_its_sequence(tiny_llama: Path) -> None:
     with start(tiny_llama, method="ngram") as service:
         stream = service.stream(PROMPTS[0], max_tokens=400, temperature=0)
@@ -229,6 +252,33 @@ def test_bad_requests_name_the_field(tiny_llama: Path) -> None:
         with pytest.raises(GenerationError, match="a token id is outside"):
             service.generate([5, 100_000], max_tokens=4)
         assert service.generate("still serves", max_tokens=4, temperature=0).finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 2},
+        {"top_k": -1},
+        {"max_tokens": 0},
+        {"seed": 1 << 63},
+        {"stop": ["fine", ""]},
+        {"speculative": -2},
+    ],
+)
+def test_arguments_out_of_range_are_named(tiny_service: LocalService, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(RequestError, match=f"{name} is .*: allowed is") as raised:
+        tiny_service.generate("text", **options)
+    assert raised.value.param == name
+
+
+@pytest.fixture(scope="module")
+def tiny_service(tiny_llama: Path) -> Iterator[LocalService]:
+    with start(tiny_llama) as service:
+        yield service
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ The same coordinator, rounds, engine and drafters as under Ray Serve; only the l
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from outrider.config import LocalConfig, RouterOptions, parse
 from outrider.contracts import Drafter
@@ -23,13 +25,15 @@ from outrider.coordinator import Coordinator, Generation
 from outrider.engine.engine import Engine, Event
 from outrider.engine.loading import load_engine, target_info
 from outrider.engine.loop import VerifierLoop
-from outrider.errors import OutriderError, RequestError, UnavailableError
+from outrider.errors import RequestError, UnavailableError
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
 from outrider.messages import Close, FinishReason, FromVerifier, Open, Plan, SamplingParams, VerifyOrder
 from outrider.registry import drafter_factory
 from outrider.text import Tokenizer
 
 STOP_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +137,13 @@ class LocalService:
         self.close()
 
     def close(self) -> None:
-        """Stop the verifier's thread and the loop; running generations end with an error."""
-        self._pool.loop.stop(STOP_TIMEOUT_S)
-        if self._loop.is_running():
+        """Stop the verifier's thread and the loop; running generations end with `UnavailableError`."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(STOP_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
-        if not self._loop.is_running():
             self._loop.close()
+        self._pool.loop.stop(STOP_TIMEOUT_S)
 
     def request(
         self,
@@ -155,8 +159,17 @@ class LocalService:
     ) -> GenerationRequest:
         """Build a request from text, token ids or chat messages.
 
-        `speculative`: False decodes plainly, a number is this request's upper K.
+        `speculative`: False decodes plainly, a number is this request's upper K. Raises `RequestError`
+        naming the argument that is out of its range.
         """
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        _check("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1")
+        _check("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite")
+        _check("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")
+        _check("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None for all tokens")
+        _check("seed", seed, seed is None or -(1 << 63) <= seed < 1 << 63, "a 64-bit number")
+        _check("stop", stop, all(stop), "text that is not empty")
+        _check("speculative", speculative, int(speculative) >= 0, "True, False or at least 0")
         return GenerationRequest(
             prompt=tuple(self._encode(prompt)),
             max_tokens=max_tokens,
@@ -166,7 +179,7 @@ class LocalService:
                 top_k=top_k,
                 seed=int.from_bytes(os.urandom(8), "big", signed=True) if seed is None else seed,
             ),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=stop,
             max_draft_tokens=None if speculative is True else int(speculative),
         )
 
@@ -181,31 +194,47 @@ class LocalService:
         """All requests at once, batched by the verifier; results in order. The first error is raised."""
 
         async def gather() -> list[Completion]:
-            return await asyncio.gather(*(complete(self.coordinator.start(r)) for r in requests))
+            tasks = [asyncio.ensure_future(complete(self.coordinator.start(one))) for one in requests]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:  # the first error ends the others, too
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-        return asyncio.run_coroutine_threadsafe(gather(), self._loop).result()
+        return self._run(gather())
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """On the service's loop, to its end. A generation bounds its own time; closing ends it at once."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        except CancelledError:
+            raise UnavailableError("the service was closed") from None
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[Mapping[str, str]], **options: Any
     ) -> Iterator[Chunk]:
         """Chunks as they are committed. Leaving the iterator early cancels the generation."""
         generation = self.coordinator.start(self.request(prompt, **options))
-        chunks: queue.Queue[Chunk | OutriderError | None] = queue.Queue()
+        chunks: queue.Queue[Chunk | BaseException | None] = queue.Queue()
 
         async def pump() -> None:
             try:
                 async for chunk in generation:
                     chunks.put(chunk)
                 chunks.put(None)
-            except OutriderError as error:
+            except asyncio.CancelledError:
+                chunks.put(UnavailableError("the service was closed"))
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to who iterates
                 chunks.put(error)
             finally:
                 await generation.aclose()
 
         pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         try:
-            while (item := chunks.get(timeout=self.config.limits.request_timeout_s)) is not None:
-                if isinstance(item, OutriderError):
+            while (item := chunks.get()) is not None:  # pump ends with an item, whatever happens
+                if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
@@ -223,6 +252,19 @@ class LocalService:
         return self.tokenizer.encode_chat(
             [{"role": message["role"], "content": message["content"]} for message in messages]
         )
+
+
+async def _cancel_all() -> None:
+    """Cancel what runs on this loop and wait for its end."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check(param: str, value: object, fine: bool, allowed: str) -> None:
+    if not fine:
+        raise RequestError(f"{param} is {value!r}: allowed is {allowed}", param=param)
 
 
 async def complete(generation: Generation) -> Completion:
