@@ -75,14 +75,21 @@ def load() -> ctypes.CDLL:
     """
     cached = _cached_path()
     library = _opened(cached) or _built(cached)
+    try:
+        _declare(library)
+    except AttributeError as error:  # whatever CC named, it was no C compiler
+        raise BuildError(f"the library lacks a function: {error}") from error
+    library.outrider_native_init(int(os.environ.get("OUTRIDER_AMX", "1") != "0"))
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
     library.outrider_native_init.argtypes = [ctypes.c_int]
     library.outrider_native_init.restype = ctypes.c_int
     library.outrider_pack.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     library.outrider_pack.restype = None
     library.outrider_forward.argtypes = [ctypes.c_void_p] * 5
     library.outrider_forward.restype = None
-    library.outrider_native_init(int(os.environ.get("OUTRIDER_AMX", "1") != "0"))
-    return library
 
 
 def _cached_path() -> Path | None:
@@ -126,11 +133,11 @@ def _built(cached: Path | None) -> ctypes.CDLL:
             # The cache first: a temporary folder is more often mounted noexec. What is loaded stays mapped.
             return _opened(cached) or ctypes.CDLL(str(built))
     except OSError as error:
-        raise BuildError(f"the library that {compiler} made cannot be loaded: {error}") from error
+        raise BuildError(f"what {compiler} made cannot be loaded: {error}") from error
 
 
 def _keep(built: Path, cached: Path | None) -> None:
-    """Copy the object into the cache with its digest behind it; a cache that cannot be written is not used."""
+    """Copy the object into the cache, its digest behind it. Where that fails, the next start builds again."""
     if cached is None:
         return
     content = built.read_bytes()
