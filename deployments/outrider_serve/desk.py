@@ -22,7 +22,7 @@ from ray import serve
 
 from outrider.errors import ConfigError
 from outrider.messages import WIRE_VERSION, Close, DraftOrder, Open, Resync, VerifyOrder
-from outrider_serve.frames import Hello, WireMessage
+from outrider_serve.frames import Hello, Unsendable, WireMessage
 from outrider_serve.lease import Admitted, Full
 from outrider_serve.link import HEARTBEAT_S, Connection
 
@@ -134,6 +134,13 @@ class LeaseDesk:
         passed = [message for message in messages if self._passes(connection, message)]
         if passed:
             self._submit(passed)
+
+    def unsendable(self, connection: Connection, left_out: Unsendable) -> None:
+        """End the sequence of a message that its router will never get; the lease's end tells the router."""
+        logger.error("%s", left_out.reason)
+        holding = self._opened.get((left_out.message.sequence, left_out.message.epoch))
+        if holding is not None and holding.connection is connection:
+            self._free(holding)
 
     def lost(self, connection: Connection, reason: str) -> None:
         self._connections.discard(connection)

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class FrameError(Exception):
-    """Bytes that are not a frame of this link; the connection they came on is closed."""
+    """Bytes that are not a frame of this link, or a message that cannot become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,37 @@ _bodies: dict[int, msgspec.msgpack.Decoder[Any]] = {
 }
 
 
-def encode(messages: Sequence[WireMessage | Hello]) -> bytes:
-    """Messages as one frame, or as several when one would be too long; FrameError if a single one is."""
-    body = _encoder.encode([(_KINDS[type(message)], message) for message in messages])
-    if len(body) <= MAX_FRAME_BYTES:
-        return _LENGTH.pack(len(body)) + body
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """A message that no frame can hold, and why."""
+
+    message: Any  # a WireMessage; of a Hello only `encode` hears
+    reason: str
+
+
+def pack(messages: Sequence[WireMessage | Hello]) -> tuple[bytes, list[Unsendable]]:
+    """Messages as one frame, in order, or as several when one would be too long; and those left out."""
+    try:
+        body = _encoder.encode([(_KINDS[type(message)], message) for message in messages])
+        fault = None if len(body) <= MAX_FRAME_BYTES else f"{len(body)} bytes, the limit is {MAX_FRAME_BYTES}"
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        # An integer beyond 64 bits, a lone surrogate in a text: a value that msgpack has no form for.
+        fault = f"{type(error).__name__}: {error}"
+    if fault is None:
+        return _LENGTH.pack(len(body)) + body, []
     if len(messages) == 1:
-        raise FrameError(
-            f"a {type(messages[0]).__name__} of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}"
-        )
-    half = len(messages) // 2
-    return encode(messages[:half]) + encode(messages[half:])
+        return b"", [Unsendable(messages[0], f"a {type(messages[0]).__name__} cannot be sent: {fault}")]
+    half = len(messages) // 2  # so that one message's fault is not its neighbours'
+    (first, left_out), (second, also) = pack(messages[:half]), pack(messages[half:])
+    return first + second, left_out + also
+
+
+def encode(messages: Sequence[WireMessage | Hello]) -> bytes:
+    """Messages as frames, all of them; FrameError where one cannot be sent."""
+    data, left_out = pack(messages)
+    if left_out:
+        raise FrameError(left_out[0].reason)
+    return data
 
 
 class FrameReader:

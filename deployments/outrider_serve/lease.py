@@ -35,7 +35,7 @@ from outrider.messages import (
     Plan,
     VerifyOrder,
 )
-from outrider_serve.frames import FROM_DRAFTER, FROM_VERIFIER, Hello, WireMessage
+from outrider_serve.frames import FROM_DRAFTER, FROM_VERIFIER, Hello, Unsendable, WireMessage
 from outrider_serve.link import HEARTBEAT_S, Connection, LinkError, connect
 
 logger = logging.getLogger(__name__)
@@ -189,6 +189,12 @@ class RouterLink:
             leg = self._legs.get((message.sequence, message.epoch))
             if leg is not None:  # else it was closed, or lost, in the meantime
                 leg.deliver(message)
+
+    def unsendable(self, connection: Connection, left_out: Unsendable) -> None:
+        logger.error("to %s: %s", self.replica, left_out.reason)
+        leg = self._legs.get((left_out.message.sequence, left_out.message.epoch))
+        if leg is not None:  # after a Close it is gone, and the lease's cancellation frees the place
+            leg.lose(f"{self.replica}: {left_out.reason}")
 
     def lost(self, connection: Connection, reason: str) -> None:
         if self._legs:

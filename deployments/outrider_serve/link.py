@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any, Protocol, cast
 
 from outrider.messages import WIRE_VERSION
-from outrider_serve.frames import FrameError, FrameReader, Hello, WireMessage, encode
+from outrider_serve.frames import FrameError, FrameReader, Hello, Unsendable, WireMessage, encode, pack
 
 HEARTBEAT_S = 5.0
 """A peer shows a sign of life at least this often."""
@@ -35,6 +35,10 @@ class LinkOwner(Protocol):
 
     def received(self, connection: Connection, messages: list[Any]) -> None:
         """A frame of messages, of the kinds that the connection accepts, in the order they were sent."""
+        ...
+
+    def unsendable(self, connection: Connection, left_out: Unsendable) -> None:
+        """One message could not be sent and was dropped; those sent with it were not."""
         ...
 
     def lost(self, connection: Connection, reason: str) -> None:
@@ -137,10 +141,11 @@ class Connection(asyncio.Protocol):
         self._flush_scheduled = False
         if self._outbox and self._close_reason is None:
             messages, self._outbox = self._outbox, []
-            try:
-                self._write(encode(messages))
-            except FrameError as error:
-                self._end(str(error))
+            data, left_out = pack(messages)
+            if data:
+                self._write(data)
+            for one in left_out:
+                self._owner.unsendable(self, one)
 
     def _write(self, data: bytes) -> None:
         if self._transport is None:

@@ -29,6 +29,7 @@ from outrider.text import ChatMessage
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 INT64 = 2**63
+MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, so that a larger one means the same
 
 # ---- known to OpenAI or vLLM, not honoured yet -------------------------------------------------
 
@@ -321,7 +322,7 @@ class GenerationBody(Body):
         return SamplingParams(
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
-            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            top_k=min(self.top_k, MAX_TOP_K) if self.top_k is not None and self.top_k > 0 else None,
             seed=seed,
         )
 

@@ -162,6 +162,11 @@ def test_known_fields_with_values_that_change_nothing_are_taken() -> None:
     assert parse(TEXT | NEUTRAL | text).sampling().temperature == 1.0
 
 
+@pytest.mark.parametrize("top_k", [2**31, 2**64, 10**300])
+def test_a_top_k_beyond_any_vocabulary_is_taken_and_fits_a_message(top_k: int) -> None:
+    assert parse(TEXT | {"top_k": top_k}).sampling().top_k == 2**31 - 1
+
+
 @pytest.mark.parametrize(("model", "theirs"), [(ChatBody, OpenAIChat), (CompletionBody, OpenAICompletion)])
 def test_every_field_of_the_official_client_is_known(model: type[GenerationBody], theirs: type) -> None:
     known = {*model.model_fields, *(field.name for field in model.unsupported)}

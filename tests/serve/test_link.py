@@ -6,6 +6,7 @@ import asyncio
 import gc
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,15 @@ from outrider.messages import (
 from outrider_serve import desk as desk_module
 from outrider_serve import frames, link
 from outrider_serve.desk import LeaseDesk, Place
-from outrider_serve.frames import FROM_VERIFIER, TO_VERIFIER, FrameError, FrameReader, Hello, encode
+from outrider_serve.frames import (
+    FROM_VERIFIER,
+    TO_VERIFIER,
+    FrameError,
+    FrameReader,
+    Hello,
+    Unsendable,
+    encode,
+)
 from outrider_serve.lease import Admitted, LeaseCaller, ServeVerifierPool
 from outrider_serve.link import Connection, LinkError, connect
 
@@ -85,6 +94,9 @@ class Peer:
     def received(self, connection: Connection, messages: list[Any]) -> None:
         for message in messages:
             self.messages.put_nowait(message)
+
+    def unsendable(self, connection: Connection, left_out: Unsendable) -> None:
+        raise AssertionError(left_out)
 
     def lost(self, connection: Connection, reason: str) -> None:
         self.reason.set_result(reason)
@@ -229,6 +241,27 @@ def test_a_batch_over_the_frame_limit_is_split_in_order(monkeypatch: pytest.Monk
     assert [message for frame in found for message in frame] == orders
 
 
+@pytest.mark.parametrize("fault", ["an integer", "a surrogate", "the size"])
+def test_a_message_that_cannot_be_packed_is_left_out_alone(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 200)
+    bad = {
+        "an integer": VerifyOrder("bad", 0, 2**64, ()),
+        "a surrogate": VerifyOrder("bad", 0, 1, (), traceparent="\ud800"),
+        "the size": VerifyOrder("bad", 0, 1, tuple(range(300))),
+    }[fault]
+    good = [VerifyOrder(f"s{i}", 0, i, (1, 2, 3)) for i in range(5)]
+    reader = FrameReader(TO_VERIFIER)
+    reader.feed(encode([ROUTER]))
+
+    data, left_out = frames.pack([*good[:2], bad, *good[2:]])
+
+    assert [message for frame in reader.feed(data) for message in frame] == good
+    assert [one.message for one in left_out] == [bad]
+    assert "a VerifyOrder cannot be sent" in left_out[0].reason
+
+
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
@@ -355,6 +388,71 @@ async def test_a_malformed_frame_ends_only_the_connection_it_came_on(network: Ne
     leg.send(VerifyOrder("good", 0, 4, (5,)))
     assert await inbox.next() == Verdict("good", 0, 4, (5, 8))
     leg.send(Close("good", 0))
+
+
+UNSENDABLE = VerifyOrder("bad", 0, 4, (2**64,))
+
+
+async def test_an_order_that_cannot_be_sent_loses_its_own_leg_and_no_other_message(network: Network) -> None:
+    worker = network.worker()
+    call, calls = network.calls_to(worker)
+    pool, good, bad = network.pool(call), Inbox(), Inbox()
+    legs = [await pool.lease(opening("good"), good), await pool.lease(opening("bad"), bad)]
+    await good.next()
+    await bad.next()
+
+    legs[0].send(VerifyOrder("good", 0, 4, (5,)))
+    legs[1].send(UNSENDABLE)
+    legs[0].send(VerifyOrder("good", 0, 6, (7,)))
+
+    assert [await good.next(), await good.next()] == [
+        Verdict("good", 0, 4, (5, 8)),
+        Verdict("good", 0, 6, (7, 8)),
+    ]
+    lost = await bad.next()
+    assert isinstance(lost, LegLost)
+    assert "cannot be sent" in lost.reason
+    await worker.until(lambda: Close("bad", 0, cancelled=True) in worker.heard)
+    assert (pool.leased, worker.desk.held, len(worker.desk._connections)) == (1, 1, 1)
+    assert calls[1].cancelled
+
+
+async def test_a_verdict_that_cannot_be_sent_ends_its_own_sequence_and_no_other(network: Network) -> None:
+    worker = network.worker()
+    call, _ = network.calls_to(worker)
+    pool, good, bad = network.pool(call), Inbox(), Inbox()
+    for name, inbox in (("good", good), ("bad", bad)):
+        await pool.lease(opening(name), inbox)
+        await inbox.next()
+
+    worker.desk.deliver(
+        [Verdict("good", 0, 4, (1,)), Verdict("bad", 0, 4, (1,), error="\ud800"), Verdict("good", 0, 5, (2,))]
+    )
+
+    assert [await good.next(), await good.next()] == [
+        Verdict("good", 0, 4, (1,)),
+        Verdict("good", 0, 5, (2,)),
+    ]
+    assert isinstance(await bad.next(), LegLost)
+    assert Close("bad", 0, cancelled=True) in worker.heard
+    assert (pool.leased, worker.desk.held, len(worker.desk._connections)) == (1, 1, 1)
+
+
+async def test_a_message_over_the_frame_limit_does_not_end_the_link(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = network.worker()
+    call, _ = network.calls_to(worker)
+    pool, good, bad = network.pool(call), Inbox(), Inbox()
+    leg = await pool.lease(opening("good"), good)
+    await good.next()
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 500)
+
+    await pool.lease(replace(opening("bad"), prompt=tuple(range(1000))), bad)
+    leg.send(VerifyOrder("good", 0, 4, (5,)))
+
+    assert isinstance(await bad.next(), LegLost)
+    assert await good.next() == Verdict("good", 0, 4, (5, 8))
 
 
 # ---- leases
