@@ -32,6 +32,7 @@ from outrider_serve.frames import (
     TO_VERIFIER,
     FrameReader,
     Hello,
+    Unsendable,
     WireMessage,
     encode,
 )
@@ -93,6 +94,9 @@ class Worker:
         for verdict in verdicts(messages):
             connection.send(verdict)
 
+    def unsendable(self, connection: Connection, left_out: Unsendable) -> None:
+        raise AssertionError(left_out)
+
     def lost(self, connection: Connection, reason: str) -> None:
         """Nothing is kept for a connection."""
 
@@ -116,6 +120,9 @@ class Caller:
 
     def received(self, connection: Connection, messages: list[Any]) -> None:
         self._answers.put_nowait(messages)
+
+    def unsendable(self, connection: Connection, left_out: Unsendable) -> None:
+        raise AssertionError(left_out)
 
     def lost(self, connection: Connection, reason: str) -> None:
         self._answers.put_nowait([])  # a round in flight ends as a wrong count

@@ -15,6 +15,9 @@ from outrider.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
 
+ROUTER_SPARE_REQUESTS = 64
+"""Places a router keeps beside running and queued requests: health, metrics, and those being refused."""
+
 
 class Strict(BaseModel):
     """Base of every section: frozen, unknown keys are errors."""
@@ -76,8 +79,35 @@ class ReplicaArgs(Strict):
 
 
 class RouterArgs(ReplicaArgs):
-    max_ongoing_requests: Annotated[PositiveInt, Field(description="HTTP requests one router holds")] = 256
+    """Routers, and the two bounds of theirs that Serve keeps: the hot limits must stay inside them."""
+
+    max_ongoing_requests: Annotated[
+        PositiveInt, Field(description="HTTP requests one router holds, running, queued and probes")
+    ] = 1024
+    graceful_shutdown_timeout_s: Annotated[
+        float, Field(gt=0, description="a leaving replica of any pool waits so long for its requests")
+    ] = 660.0
     num_cpus: Annotated[float, Field(ge=0)] = 0.5
+
+    def check(self, limits: LimitOptions, *, sequences: int) -> None:
+        """Raise `ConfigError` where the hot limits do not fit what was fixed at start.
+
+        `sequences` is how many run on all verifiers together, which one router may come to hold alone.
+        Beyond Serve's bound requests wait where neither `max_queued_requests` nor `queue_timeout_s` acts.
+        """
+        wanted = sequences + limits.max_queued_requests + ROUTER_SPARE_REQUESTS
+        if wanted > self.max_ongoing_requests:
+            raise ConfigError(
+                f"limits.max_queued_requests {limits.max_queued_requests} does not fit: with {sequences} "
+                f"running and {ROUTER_SPARE_REQUESTS} for probes a router would hold {wanted} requests, and "
+                f"router.max_ongoing_requests is {self.max_ongoing_requests}: lower the first or raise that"
+            )
+        if limits.request_timeout_s > self.graceful_shutdown_timeout_s:
+            raise ConfigError(
+                f"limits.request_timeout_s {limits.request_timeout_s:g} is above "
+                f"router.graceful_shutdown_timeout_s {self.graceful_shutdown_timeout_s:g}: a leaving replica "
+                "would cut requests; lower the first or raise the second"
+            )
 
 
 class VerifierArgs(ReplicaArgs):
