@@ -300,6 +300,20 @@ def test_a_gap_between_verdicts_asks_for_a_replay() -> None:
     assert stats.steps == 0, "what the lost verdicts counted is not made up"
 
 
+def test_a_sign_of_life_is_no_round_and_no_first_word() -> None:
+    rounds, stats, verifier, drafter = with_drafter()
+    assert rounds.on_verdict(verdict(3, batch=0)) is None
+    assert verifier.sent == drafter.sent == []
+    assert (stats.steps, rounds.verifier_spoke) == (0, False)
+
+
+def test_a_sign_of_life_shows_that_a_verdict_was_lost() -> None:
+    rounds, _, verifier, _ = with_drafter()
+    rounds.on_verdict(verdict(3, 4))
+    assert rounds.on_verdict(verdict(6, batch=0)) is None
+    assert verifier.take() == [order(4)]
+
+
 def test_a_verdict_of_an_old_epoch_is_dropped() -> None:
     rounds, stats, _, _ = with_drafter()
     rounds.detach_verifier()

@@ -105,8 +105,6 @@ class _Progress:
 class _SignOfLife:
     """The verifier has nothing new and says so: the sequence waits for memory, or is being prefilled."""
 
-    epoch: int
-
 
 _Event: TypeAlias = _Progress | _SignOfLife | OutriderError | LegLost
 
@@ -236,7 +234,8 @@ class Generation:
                 first = not self.stats.steps
                 committed = self._rounds.on_verdict(message)
                 if committed is None:
-                    self._events.put_nowait(_SignOfLife(message.epoch))
+                    if message.epoch == self._rounds.verify_epoch:
+                        self._events.put_nowait(_SignOfLife())
                     return
                 if first:  # of the generation: what a later verifier finds in its cache saved nothing
                     self.stats.cached_tokens = message.cached_tokens

@@ -46,7 +46,7 @@ class SequentialRounds:
         self.tokens: list[int] = list(request.prompt)
         self.verify_epoch = 0  # of the leg that is attached or being leased, as is the other
         self.draft_epoch = 0
-        self.verifier_spoke = False  # whether the verifier of this epoch has given a verdict
+        self.verifier_spoke = False  # whether the verifier of this epoch has given a token
         self._request = request
         self._num_tokens = num_tokens
         self._gate_s = gate_s
@@ -139,7 +139,6 @@ class SequentialRounds:
         """Take the truth in and order the next drafts. None: nothing new (a replay, or an old epoch)."""
         if verdict.epoch != self.verify_epoch:
             return None
-        self.verifier_spoke = True
         known = len(self.tokens) - verdict.base_len
         if known < 0:  # a verdict was lost: an order on the old base has it replayed
             self._order(len(self.tokens), ())
@@ -151,6 +150,7 @@ class SequentialRounds:
             self._stats.count(drafted=verdict.drafted, accepted=verdict.accepted)
             self._missed = self._missed + 1 if self._asked_at is not None and not verdict.drafted else 0
         self.tokens += new
+        self.verifier_spoke = True
         if verdict.finish is None:
             self._order_drafts()
         drafted = tuple(known + index < verdict.accepted for index in range(len(new)))
