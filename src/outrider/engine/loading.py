@@ -41,6 +41,7 @@ def load_engine(args: EngineArgs) -> Engine:
     import torch
 
     from outrider.engine.engine import Engine
+    from outrider.engine.native_model import NativeModel
 
     torch.set_num_threads(args.cpu_threads)
     target = target_info(args)
@@ -51,6 +52,8 @@ def load_engine(args: EngineArgs) -> Engine:
         block_size=args.block_size,
         cpu_kernels=args.cpu_kernels,
     )
+    if args.cpu_threads > 1 and isinstance(model, NativeModel):
+        logger.warning("cpu_threads is %d, and the C kernels use one thread", args.cpu_threads)
     num_blocks = args.num_kv_blocks or args.kv_cache_memory_bytes // model.bytes_per_block()
     room = num_blocks * args.block_size
     if room < target.max_model_len:
@@ -83,12 +86,12 @@ def load_model(folder: Path, *, dtype: str, device: str, block_size: int, cpu_ke
     if cpu_kernels != "torch" and device == "cpu":
         from outrider.engine import native_model
 
-        reason = native_model.unsupported(folder, torch_dtype)
+        reason = native_model.unsupported(folder, torch_dtype, block_size)
         if reason is None:
             return native_model.NativeModel(folder, block_size=block_size)
         if cpu_kernels == "native":
             raise ConfigError(f"cpu_kernels: native cannot run {folder}: {reason}; use auto or torch")
-        logger.info("%s runs on torch kernels: %s", folder, reason)
+        logger.warning("%s runs on torch's kernels, which are slower than the C kernels: %s", folder, reason)
     return TransformersModel(folder, dtype=torch_dtype, device=torch.device(device), block_size=block_size)
 
 
