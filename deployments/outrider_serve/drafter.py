@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -13,14 +12,12 @@ from typing import Any
 from outrider.config import DrafterOptions, ServiceArgs, SpeculativeConfig, parse
 from outrider.contracts import Drafter
 from outrider.engine.loading import target_info
-from outrider.errors import ConfigError
 from outrider.registry import drafter_factory
 from outrider.speculation.drafting import DrafterLoop, DraftingStats
 from outrider_serve.desk import LeaseDesk, Place, this_place
 from outrider_serve.frames import TO_DRAFTER
+from outrider_serve.hot_options import HotOptions, Refusal
 from outrider_serve.lease import Admitted, Full
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class DrafterStats:
     pid: int
     leased: int  # sequences that hold a place, opened or not
     method: str
-    refused: str | None  # why the last hot change was not taken
+    refused: Refusal | None  # why the last hot change was not taken
     drafting: DraftingStats
 
 
@@ -44,10 +41,9 @@ class DrafterReplica:
     def __init__(self, args: ServiceArgs, place: Place | None = None) -> None:
         """Listen; made on the replica's event loop. Raises ConfigError."""
         self._place = place or this_place()
+        self._hot = HotOptions(f"Drafter {self._place.replica}")
         self._target = target_info(args.model_copy(update={"device": args.drafter.device or args.device}))
         self._config = DrafterOptions().speculative_config
-        self._configured = False
-        self._refused: str | None = None
         self._loop = DrafterLoop(
             self._make(self._config),
             lambda proposals: self._desk.deliver(proposals),
@@ -70,29 +66,18 @@ class DrafterReplica:
                 yield answer
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Swap the plugin where its configuration changed; open sequences stay open.
-
-        A bad first configuration raises ConfigError and the replica does not start. A bad later one is
-        refused and the plugin at work stays: raising would make Serve replace the replica.
-        """
-        try:
+        """Swap the plugin where its configuration changed; open sequences stay open. See `hot_options`."""
+        with self._hot.change():
             options = parse(DrafterOptions, user_config, where="Drafter.user_config")
             if options.speculative_config != self._config:
                 self._loop.swap(await asyncio.to_thread(self._make, options.speculative_config))
                 self._config = options.speculative_config
-        except ConfigError as error:
-            if not self._configured:
-                raise
-            self._refused = str(error)
-            logger.error("user_config refused, %s keeps drafting: %s", self._config.method, error)
-            return
-        self._configured = True
-        self._refused = None
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
         if not self._loop.alive:
             raise RuntimeError("the drafter's loop has ended")
+        self._hot.serves()
 
     async def stats(self) -> DrafterStats:
         return DrafterStats(
@@ -100,7 +85,7 @@ class DrafterReplica:
             os.getpid(),
             self._desk.held,
             self._config.method,
-            self._refused,
+            self._hot.refusal,
             replace(self._loop.stats),
         )
 

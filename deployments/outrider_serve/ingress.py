@@ -39,6 +39,7 @@ from outrider.errors import (
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
 from outrider.messages import FinishReason
 from outrider.text import ChatMessage, IncrementalDetokenizer, TokenDecoder
+from outrider_serve.hot_options import Refusal
 from outrider_serve.openai_answers import (
     Answers,
     ChatAnswers,
@@ -77,6 +78,7 @@ class Readiness:
     reason: str | None
     speculation_active: bool
     speculation_reason: str | None
+    refusals: tuple[Refusal, ...] = ()  # hot changes that replicas of any deployment did not take
 
 
 class Generation(Protocol):
@@ -125,8 +127,8 @@ class Service(Protocol):
     @property
     def telemetry(self) -> Telemetry: ...
     async def ready(self) -> Readiness: ...
-    async def peer_snapshots(self) -> list[Snapshot]:
-        """Metrics of the other routers, of those that answer in time."""
+    async def snapshots(self) -> list[Snapshot]:
+        """Metrics of this router, and of the other routers and the verifiers that answer in time."""
         ...
 
 
@@ -266,13 +268,13 @@ def build_app(service: Service) -> FastAPI:
             reason=readiness.reason,
             model=service.model_name,
             speculation=SpeculationHealth(readiness.speculation_active, readiness.speculation_reason),
+            refused_changes=list(readiness.refusals),
         )
         return json_response(report, status=200 if readiness.ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        snapshots = [service.telemetry.snapshot(), *await service.peer_snapshots()]
-        return Response(exposition(snapshots), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
@@ -287,6 +289,7 @@ class HealthReport(Struct):
     reason: str | None
     model: str
     speculation: SpeculationHealth
+    refused_changes: list[Refusal]
 
 
 def json_response(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

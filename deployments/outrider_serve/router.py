@@ -23,9 +23,10 @@ from outrider.registry import drafter_factory, needs_device
 from outrider.text import Tokenizer
 from outrider_serve.desk import Place, this_place
 from outrider_serve.drafter import DrafterStats
+from outrider_serve.hot_options import HotOptions, Refusal
 from outrider_serve.ingress import Readiness, build_app
 from outrider_serve.lease import ServeDrafterPool, ServeVerifierPool, lease_caller
-from outrider_serve.telemetry import Snapshot, Telemetry
+from outrider_serve.telemetry import Snapshot, Telemetry, verifier_snapshot
 from outrider_serve.verifier import VerifierStats
 
 logger = logging.getLogger(__name__)
@@ -59,22 +60,21 @@ class RouterReplica:
         """Reads the tokenizer and no weights. Raises ConfigError."""
         self._args = args
         self._place = place or this_place()
+        self._hot = HotOptions(f"Router {self._place.replica}")
         # A router has no device of its own, but a drafter in its process may be given one.
         self._target = target_info(args.model_copy(update={"device": args.drafter.device or "cpu"}))
         self._verifier_handle, self._drafter_handle = verifiers, drafters
         options = RouterOptions()
+        self._check(options)
         router, limits = self._place.replica, options.limits
         self._verifiers = ServeVerifierPool(lease_caller(verifiers), router=router, limits=limits)
         self._drafters = (
             ServeDrafterPool(lease_caller(drafters), router=router, limits=limits) if drafters else None
         )
-        self._configured = False
-        self._refused: str | None = None
-        self._peers: list[RouterSnapshot] = []
         self._readiness: tuple[float, Readiness] | None = None
         self.created = int(time.time())
         self.tokenizer = Tokenizer(self._target.model)
-        self.telemetry = Telemetry(args.model_name)
+        self.telemetry = Telemetry(args.model_name, engine=router)
         self.coordinator = Coordinator(
             target=self._target,
             tokenizer=self.tokenizer,
@@ -105,26 +105,26 @@ class RouterReplica:
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Apply new options to the requests that start from now on; streams under way keep theirs.
 
-        A bad first configuration raises ConfigError and the replica does not start. A bad later one is
-        refused, `/health/ready` says why, and the old one stays: raising would make Serve replace the
-        replica and cut its streams.
+        What becomes of a bad one: see `hot_options`.
         """
-        try:
+        with self._hot.change():
             options = parse(RouterOptions, user_config, where="Router.user_config")
+            self._check(options)
             drafter = await self._drafter_for(options.speculative_config)
-        except ConfigError as error:
-            if not self._configured:
-                raise
-            self._refused = str(error)
-            logger.error("user_config refused, the old one stays: %s", error)
-        else:
-            self._configured, self._refused = True, None
             self._verifiers.limits = options.limits
             if self._drafters is not None:
                 self._drafters.limits = options.limits
             self.coordinator.drafter = drafter
             self.coordinator.reconfigure(options)
         self._readiness = None
+
+    def check_health(self) -> None:
+        """Serve replaces a replica that raises here; a router has nothing that could end unseen."""
+        self._hot.serves()
+
+    def _check(self, options: RouterOptions) -> None:
+        sequences = self._args.verifier.num_replicas * self._args.max_num_seqs
+        self._args.router.check(options.limits, sequences=sequences)
 
     async def _drafter_for(self, config: SpeculativeConfig | None) -> Drafter | None:
         """The drafter of this process; None where drafters have a deployment, or nobody drafts."""
@@ -151,30 +151,44 @@ class RouterReplica:
             self._readiness = (now, await self._ask_readiness())
         return self._readiness[1]
 
-    async def peer_snapshots(self) -> list[Snapshot]:
-        """Metrics of the other routers; of one that is late with all its peers, what they last said."""
-        handle = serve.get_deployment_handle("Router", serve.get_replica_context().app_name)
-        answers = await ask_all(handle, "snapshot", RouterSnapshot)
-        if answers:  # this router is always among them
-            self._peers = [peer for peer in answers if peer.replica != self._place.replica]
-        return [peer.metrics for peer in self._peers]
+    async def snapshots(self) -> list[Snapshot]:
+        """Metrics of this router, and of the other routers and the verifiers that answer in time.
+
+        Of one that is late nothing is shown rather than what it last said here: another router may have
+        shown more since, and a counter that falls reads as a restart.
+        """
+        routers, verifiers = await asyncio.gather(
+            ask_all(_routers(), "snapshot", RouterSnapshot),
+            ask_all(self._verifier_handle, "stats", VerifierStats),
+        )
+        peers = [router.metrics for router in routers if router.replica != self._place.replica]
+        engines = {verifier.replica: verifier.engine for verifier in verifiers}
+        return [self.telemetry.snapshot(), *peers, verifier_snapshot(self.model_name, engines)]
 
     async def snapshot(self) -> RouterSnapshot:
         """What this router counted; asked by its peers."""
         return RouterSnapshot(self._place.replica, self.telemetry.snapshot())
 
+    async def refusal(self) -> Refusal | None:
+        """The hot change that this router did not take; asked by its peers."""
+        return self._hot.refusal
+
     async def _ask_readiness(self) -> Readiness:
-        verifiers, drafters = await asyncio.gather(
-            ask_all(self._verifier_handle, "stats", VerifierStats), self._ask_drafters()
+        verifiers, drafters, routers = await asyncio.gather(
+            ask_all(self._verifier_handle, "stats", VerifierStats),
+            self._ask_drafters(),
+            ask_all(_routers(), "refusal", Refusal),
         )
+        refusals = {self._hot.refusal, *routers, *(one.refused for one in verifiers)}
+        refusals |= {one.refused for one in drafters}
         reason = None if verifiers else "no verifier answers"
         idle = self._why_no_drafts(drafters)
         return Readiness(
             ready=bool(verifiers),
             reason=reason,
             speculation_active=reason is None and idle is None,
-            # A refused change says so even while the old configuration drafts on.
-            speculation_reason=self._refused or idle or reason,
+            speculation_reason=idle or reason,
+            refusals=tuple(sorted((one for one in refusals if one is not None), key=lambda one: one.replica)),
         )
 
     async def _ask_drafters(self) -> list[DrafterStats]:
@@ -191,6 +205,11 @@ class RouterReplica:
         if self._drafters is not None and not drafters:
             return "no drafter answers"
         return None
+
+
+def _routers() -> DeploymentHandle:
+    """All routers of this application, this one included."""
+    return serve.get_deployment_handle("Router", serve.get_replica_context().app_name)
 
 
 async def ask_all(handle: DeploymentHandle, method: str, answer: type[T]) -> list[T]:

@@ -1,8 +1,9 @@
 """What a router counts, under the names vLLM's users have on their dashboards.
 
 A scrape of `/metrics` reaches one router of several. So a router's metrics are first a `Snapshot`, which
-crosses processes; the router that was hit asks its peers for theirs and exposes the sum (`exposition`).
-Every metric here is one that may be summed: counters, histograms, and gauges that count.
+crosses processes; the router that was hit asks its peers for theirs and exposes them beside its own
+(`exposition`). Nothing is summed here: the label `engine` is the id of the replica that counted, so a series
+starts and ends with its replica and never falls, and `sum without (engine)` of rates is right.
 
 Acceptance as vLLM defines it: rate = accepted / draft tokens; mean length = 1 + accepted / drafts; bonus and
 recovered tokens are in neither. The counters of all requests add up to what their answers report.
@@ -11,8 +12,8 @@ recovered tokens are in neither. The counters of all requests add up to what the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -20,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from outrider.engine.engine import EngineStats
 from outrider.generation import Chunk, GenerationStats
 from outrider.messages import FinishReason
 
@@ -110,15 +112,14 @@ class Family:
 
 
 Snapshot: TypeAlias = tuple[Family, ...]
-"""One router's metrics at one moment."""
+"""Metrics at one moment, of one replica or of several: their labels `engine` keep them apart."""
 
 
 class Telemetry:
     """The counters of one router process, in a registry of its own."""
 
-    def __init__(
-        self, model_name: str, *, engine: str = "0", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, model_name: str, *, engine: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`engine` is this router's replica id, the label that keeps its series apart."""
         self.clock = clock
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": engine}
@@ -183,7 +184,7 @@ class Telemetry:
             ["model_name", "engine", "status"],
             registry=self._registry,
         )
-        self._gauge("outrider_routers", "routers whose metrics are in this exposition").set(1)
+        self._gauge("outrider_routers", "1 for each router whose metrics are in this exposition").set(1)
 
     def expect_drafts(self, num_tokens: int) -> None:
         """Show a series for every draft position that may occur, before it does."""
@@ -199,7 +200,7 @@ class Telemetry:
         return RequestMeter(self, stats)
 
     def snapshot(self) -> Snapshot:
-        """This router's metrics, to be summed with those of its peers."""
+        """This router's metrics, to stand beside those of its peers."""
         return tuple(
             Family(
                 metric.name,
@@ -208,7 +209,7 @@ class Telemetry:
                 tuple(
                     Sample(sample.name, tuple(sample.labels.items()), sample.value)
                     for sample in metric.samples
-                    if not sample.name.endswith("_created")  # a time, which has no sum
+                    if not sample.name.endswith("_created")  # a time, which nobody charts
                 ),
             )
             for metric in self._registry.collect()
@@ -325,26 +326,59 @@ class RequestMeter:
         )
 
 
-def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """The sum, series by series; a series that one router lacks counts as zero there."""
+def verifier_snapshot(model_name: str, engines: Mapping[str, EngineStats]) -> Snapshot:
+    """What the verifiers say of themselves, by replica id."""
+
+    def family(name: str, kind: str, help: str, value: Callable[[EngineStats], float]) -> Family:
+        sample = f"{name}_total" if kind == "counter" else name
+        return Family(
+            name,
+            kind,
+            help,
+            tuple(
+                Sample(sample, (("model_name", model_name), ("engine", replica)), float(value(stats)))
+                for replica, stats in engines.items()
+            ),
+        )
+
+    return (
+        family(
+            "vllm:kv_cache_usage_perc",
+            "gauge",
+            "part of a verifier's KV blocks that is used, 0 to 1",
+            lambda stats: stats.kv_blocks_used / stats.kv_blocks,
+        ),
+        family(
+            "vllm:num_preemptions",
+            "counter",
+            "times a verifier took a running sequence's blocks away",
+            lambda stats: stats.preemptions,
+        ),
+        family(
+            "outrider_verifier_sequences_cancelled",
+            "counter",
+            "sequences that a verifier freed before their end: client, link or lease gone",
+            lambda stats: stats.cancelled,
+        ),
+        family(
+            "outrider_verifier_sequences_failed",
+            "counter",
+            "sequences that a verifier ended with an error of their own",
+            lambda stats: stats.failed,
+        ),
+    )
+
+
+def joined(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """One family a name, as the text format wants it, with the series of all snapshots."""
     families: dict[str, Family] = {}
-    sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for snapshot in snapshots:
         for family in snapshot:
-            families.setdefault(family.name, family)
-            series = sums.setdefault(family.name, {})
-            for sample in family.samples:
-                key = (sample.name, sample.labels)
-                series[key] = series.get(key, 0.0) + sample.value
-    return tuple(
-        Family(
-            name,
-            family.kind,
-            family.help,
-            tuple(Sample(sample, labels, value) for (sample, labels), value in sums[name].items()),
-        )
-        for name, family in families.items()
-    )
+            known = families.get(family.name)
+            families[family.name] = (
+                family if known is None else replace(known, samples=known.samples + family.samples)
+            )
+    return tuple(families.values())
 
 
 class _Collected(Collector):
@@ -362,7 +396,7 @@ class _Collected(Collector):
 
 
 def exposition(snapshots: Iterable[Snapshot]) -> bytes:
-    """Prometheus text of the sum of several routers' metrics."""
+    """Prometheus text of several replicas' metrics, side by side."""
     registry = CollectorRegistry()
-    registry.register(_Collected(merge(snapshots)))
+    registry.register(_Collected(joined(snapshots)))
     return generate_latest(registry)

@@ -14,6 +14,7 @@ from outrider.engine.loading import load_engine
 from outrider.engine.loop import VerifierLoop
 from outrider_serve.desk import LeaseDesk, Place, this_place
 from outrider_serve.frames import TO_VERIFIER
+from outrider_serve.hot_options import HotOptions, Refusal
 from outrider_serve.lease import Admitted, Full
 
 
@@ -24,6 +25,7 @@ class VerifierStats:
     replica: str
     pid: int
     leased: int  # sequences that hold a place, opened or not
+    refused: Refusal | None  # why the last hot change was not taken
     engine: EngineStats
 
 
@@ -33,6 +35,7 @@ class VerifierReplica:
     def __init__(self, args: ServiceArgs, place: Place | None = None) -> None:
         """Load the model and listen; made on the replica's event loop. Raises ConfigError."""
         self._place = place or this_place()
+        self._hot = HotOptions(f"Verifier {self._place.replica}")
         self._loop = VerifierLoop(load_engine(args), lambda events: self._desk.deliver(events))
         self._desk = LeaseDesk(
             self._place,
@@ -51,16 +54,20 @@ class VerifierReplica:
                 yield answer
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Nothing is hot here yet; what is not known is refused."""
-        parse(VerifierOptions, user_config, where="Verifier.user_config")
+        """Nothing is hot here yet; a key that is not known is a bad configuration, see `hot_options`."""
+        with self._hot.change():
+            parse(VerifierOptions, user_config, where="Verifier.user_config")
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
         if not self._loop.alive:
             raise RuntimeError("the verifier's loop has ended")
+        self._hot.serves()
 
     async def stats(self) -> VerifierStats:
-        return VerifierStats(self._place.replica, os.getpid(), self._desk.held, self._loop.stats)
+        return VerifierStats(
+            self._place.replica, os.getpid(), self._desk.held, self._hot.refusal, self._loop.stats
+        )
 
     async def stop(self) -> None:
         """Close the links and end the loop, for a replica that lives in a test."""

@@ -23,6 +23,7 @@ from outrider.errors import GenerationError, OutriderError, OverloadedError, Una
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
 from outrider.messages import FinishReason
 from outrider.text import TextStream, Tokenizer
+from outrider_serve.hot_options import Refusal
 from outrider_serve.ingress import Readiness, build_app
 from outrider_serve.telemetry import Snapshot, Telemetry
 
@@ -114,22 +115,22 @@ class ScriptedService:
     created = 1_790_000_000
     max_model_len = 200
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, replica: str = "r1") -> None:
         self.tokenizer = tokenizer
         self.options = RouterOptions(
             speculative_config=SpeculativeConfig(num_speculative_tokens=4),
             limits=LimitOptions(max_body_bytes=100_000),
         )
         self.coordinator = ScriptedCoordinator(tokenizer)
-        self.telemetry = Telemetry(MODEL)
+        self.telemetry = Telemetry(MODEL, engine=replica)
         self.readiness = Readiness(True, None, True, None)
         self.peers: list[Telemetry] = []
 
     async def ready(self) -> Readiness:
         return self.readiness
 
-    async def peer_snapshots(self) -> list[Snapshot]:
-        return [peer.snapshot() for peer in self.peers]
+    async def snapshots(self) -> list[Snapshot]:
+        return [telemetry.snapshot() for telemetry in (self.telemetry, *self.peers)]
 
 
 @pytest.fixture(scope="module")
@@ -566,12 +567,22 @@ async def test_health_tells_readiness_and_speculation_apart(
     ready = await http.get("/health/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["speculation"] == {"active": True, "reason": None}
+    assert ready.json()["refused_changes"] == []
     service.readiness = Readiness(False, "no verifier answers", False, "no speculative_config")
     for route in ("/health/ready", "/health"):
         down = await http.get(route)
         assert (down.status_code, down.json()["reason"]) == (503, "no verifier answers")
         assert down.json()["speculation"] == {"active": False, "reason": "no speculative_config"}
     assert (await http.get("/health/live")).status_code == 200
+
+
+async def test_health_names_the_replicas_that_refused_a_change_and_stays_ready(
+    http: httpx.AsyncClient, service: ScriptedService
+) -> None:
+    service.readiness = Readiness(True, None, True, None, (Refusal("Verifier v1", "unknown key 'dtype'"),))
+    ready = await http.get("/health/ready")
+    assert (ready.status_code, ready.json()["speculation"]["active"]) == (200, True)
+    assert ready.json()["refused_changes"] == [{"replica": "Verifier v1", "reason": "unknown key 'dtype'"}]
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -588,8 +599,8 @@ def value(telemetry: Telemetry, name: str) -> float:
     )
 
 
-async def test_metrics_are_the_sum_over_the_routers_whichever_is_asked(tokenizer: Tokenizer) -> None:
-    one, other = ScriptedService(tokenizer), ScriptedService(tokenizer)
+async def test_metrics_are_those_of_all_routers_side_by_side_whichever_is_asked(tokenizer: Tokenizer) -> None:
+    one, other = ScriptedService(tokenizer, "r1"), ScriptedService(tokenizer, "r2")
     one.peers, other.peers = [other.telemetry], [one.telemetry]
     async with running(one) as here, running(other) as there, httpx.AsyncClient(timeout=20) as http:
         for address, times in ((here, 1), (there, 2)):
@@ -599,13 +610,18 @@ async def test_metrics_are_the_sum_over_the_routers_whichever_is_asked(tokenizer
         await http.post(f"{there}/v1/chat/completions", json=CHAT | {"top_k": -9})
         seen, also = [samples((await http.get(f"{a}/metrics")).text) for a in (here, there)]
     assert seen == also
-    base = (("engine", "0"), ("model_name", MODEL))
-    assert seen["outrider_routers", base] == 2
-    assert seen["vllm:request_success_total", (base[0], ("finished_reason", "stop"), base[1])] == 3
-    assert seen["vllm:request_success_total", (base[0], ("finished_reason", "length"), base[1])] == 1
-    assert seen["vllm:time_to_first_token_seconds_count", base] == 4
-    assert seen["vllm:num_requests_running", base] == 0
-    assert seen["outrider_requests_refused_total", (*base, ("status", "400"))] == 1
+
+    def by_router(name: str, **labels: str) -> list[float | None]:
+        labels |= {"model_name": MODEL}
+        keys = [(name, tuple(sorted((labels | {"engine": engine}).items()))) for engine in ("r1", "r2")]
+        return [seen.get(key) for key in keys]
+
+    assert by_router("outrider_routers") == [1, 1]
+    assert by_router("vllm:request_success_total", finished_reason="stop") == [1, 2]
+    assert by_router("vllm:request_success_total", finished_reason="length") == [1, 0]
+    assert by_router("vllm:time_to_first_token_seconds_count") == [2, 2]
+    assert by_router("vllm:num_requests_running") == [0, 0]
+    assert by_router("outrider_requests_refused_total", status="400") == [None, 1]
 
 
 async def test_the_counters_add_up_to_what_the_answers_report(
@@ -616,7 +632,7 @@ async def test_the_counters_add_up_to_what_the_answers_report(
     ]
     answers = [(await http.post("/v1/chat/completions", json=body)).json() for body in bodies]
     seen = samples((await http.get("/metrics")).text)
-    base = (("engine", "0"), ("model_name", MODEL))
+    base = (("engine", "r1"), ("model_name", MODEL))
 
     def reported(key: str) -> int:
         return sum(int(answer["outrider"][key]) for answer in answers)

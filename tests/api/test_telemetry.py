@@ -1,13 +1,14 @@
-"""Counters of one request, step by step, and sums over routers."""
+"""Counters of one request, step by step, and several replicas in one exposition."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from outrider.engine.engine import EngineStats
 from outrider.generation import Chunk, GenerationStats
 from outrider.messages import FinishReason
-from outrider_serve.telemetry import Telemetry, exposition, merge
+from outrider_serve.telemetry import Snapshot, Telemetry, exposition, verifier_snapshot
 
 
 class Clock:
@@ -33,7 +34,7 @@ def value(telemetry: Telemetry, name: str, **labels: str) -> float:
 
 
 def test_counters_move_with_every_chunk_not_only_at_the_end() -> None:
-    telemetry, stats = Telemetry("m"), GenerationStats(prompt_tokens=9, cached_tokens=4)
+    telemetry, stats = Telemetry("m", engine="r1"), GenerationStats(prompt_tokens=9, cached_tokens=4)
     with telemetry.request(stats) as meter:
         stats.count(drafted=4, accepted=2)
         stats.completion_tokens = 3
@@ -60,7 +61,7 @@ def test_counters_move_with_every_chunk_not_only_at_the_end() -> None:
 
 def test_latencies_are_a_verdict_a_request_and_a_token() -> None:
     clock = Clock()
-    telemetry, stats = Telemetry("m", clock=clock), GenerationStats(queue_time=0.5)
+    telemetry, stats = Telemetry("m", engine="r1", clock=clock), GenerationStats(queue_time=0.5)
     with telemetry.request(stats) as meter:
         clock.now, stats.completion_tokens = 2.0, 1
         meter.chunk(chunk())
@@ -78,7 +79,7 @@ def test_latencies_are_a_verdict_a_request_and_a_token() -> None:
 
 
 def test_a_request_waits_until_its_first_chunk_and_then_runs() -> None:
-    telemetry = Telemetry("m")
+    telemetry = Telemetry("m", engine="r1")
     gauges = ("vllm:num_requests_waiting", "vllm:num_requests_running")
 
     def state() -> list[float]:
@@ -97,7 +98,7 @@ def test_a_request_waits_until_its_first_chunk_and_then_runs() -> None:
 def test_requests_that_fail_or_are_left_are_told_apart(
     chunks: int, error: BaseException, reason: str
 ) -> None:
-    telemetry = Telemetry("m")
+    telemetry = Telemetry("m", engine="r1")
 
     def left_early() -> None:
         with telemetry.request(GenerationStats()) as meter:
@@ -115,7 +116,7 @@ def test_requests_that_fail_or_are_left_are_told_apart(
 
 
 def test_a_fallback_is_counted_once_by_its_reason_without_the_particulars() -> None:
-    telemetry, stats = Telemetry("m"), GenerationStats()
+    telemetry, stats = Telemetry("m", engine="r1"), GenerationStats()
     with telemetry.request(stats) as meter:
         stats.fallback, stats.late_proposals = "drafter lost: replica 3a91 is gone", 2
         meter.chunk(chunk())
@@ -125,8 +126,8 @@ def test_a_fallback_is_counted_once_by_its_reason_without_the_particulars() -> N
     assert value(telemetry, "outrider_late_proposals_total") == 2
 
 
-def test_snapshots_are_summed_series_by_series_also_where_one_lacks_a_series() -> None:
-    one, other = Telemetry("m"), Telemetry("m")
+def test_each_router_has_series_of_its_own_whose_sum_is_that_of_both() -> None:
+    one, other = Telemetry("m", engine="r1"), Telemetry("m", engine="r2")
     one.expect_drafts(1)
     other.expect_drafts(3)
     one.accepted_at(0, 5)
@@ -136,31 +137,68 @@ def test_snapshots_are_summed_series_by_series_also_where_one_lacks_a_series() -
     other.time_to_first_token.observe(3)
     text = exposition([one.snapshot(), other.snapshot()]).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    per_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"]
-    assert [sample.value for sample in per_position.samples] == [12, 0, 1]
-    buckets = [
-        sample.value
-        for sample in families["vllm:time_to_first_token_seconds"].samples
-        if sample.name.endswith("_bucket")
-    ]
-    assert buckets == sorted(buckets)
-    assert (buckets[0], buckets[-1]) == (0, 2)
-    assert families["outrider_routers"].samples[0].value == 2
+    assert len(families) == text.count("# TYPE "), "each family stands there once"
+    per_position = {
+        (sample.labels["engine"], sample.labels["position"]): sample.value
+        for sample in families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    }
+    assert per_position == {("r1", "0"): 5, ("r2", "0"): 7, ("r2", "1"): 0, ("r2", "2"): 1}
+    for engine in ("r1", "r2"):
+        buckets = [
+            sample.value
+            for sample in families["vllm:time_to_first_token_seconds"].samples
+            if sample.name.endswith("_bucket") and sample.labels["engine"] == engine
+        ]
+        assert buckets == sorted(buckets)
+        assert (buckets[0], buckets[-1]) == (0, 1)
+    assert [sample.value for sample in families["outrider_routers"].samples] == [1, 1]
 
 
-def test_a_snapshot_alone_is_its_own_sum() -> None:
-    telemetry = Telemetry("m")
-    telemetry.drafts.inc(3)
-    assert merge([telemetry.snapshot()]) == telemetry.snapshot()
+def test_a_router_that_is_replaced_ends_its_series_and_no_series_falls() -> None:
+    stays, goes, comes = (Telemetry("m", engine=name) for name in ("r1", "r2", "r3"))
+    stays.generation_tokens.inc(5)
+    goes.generation_tokens.inc(100)
+    before = generated_tokens([stays.snapshot(), goes.snapshot()])
+    stays.generation_tokens.inc(2)
+    after = generated_tokens([stays.snapshot(), comes.snapshot()])
+    assert before == {"r1": 5, "r2": 100}
+    assert after == {"r1": 7, "r3": 0}
+    assert all(after[engine] >= before[engine] for engine in before.keys() & after.keys())
+
+
+def generated_tokens(snapshots: list[Snapshot]) -> dict[str, float]:
+    return {
+        sample.labels["engine"]: sample.value
+        for family in text_string_to_metric_families(exposition(snapshots).decode())
+        for sample in family.samples
+        if sample.name == "vllm:generation_tokens_total"
+    }
+
+
+def test_what_verifiers_say_of_themselves_is_exposed_by_replica() -> None:
+    def stats(*, used: int, preemptions: int, cancelled: int, failed: int) -> EngineStats:
+        return EngineStats(1, 0, 8, 200, used, preemptions, 10, 20, cancelled, failed)
+
+    engines = {
+        "v1": stats(used=50, preemptions=3, cancelled=2, failed=1),
+        "v2": stats(used=0, preemptions=0, cancelled=0, failed=0),
+    }
+    text = exposition([Telemetry("m", engine="r1").snapshot(), verifier_snapshot("m", engines)]).decode()
+    assert 'vllm:kv_cache_usage_perc{engine="v1",model_name="m"} 0.25' in text
+    assert 'vllm:kv_cache_usage_perc{engine="v2",model_name="m"} 0.0' in text
+    assert "# TYPE vllm:num_preemptions_total counter" in text
+    assert 'vllm:num_preemptions_total{engine="v1",model_name="m"} 3.0' in text
+    assert 'outrider_verifier_sequences_cancelled_total{engine="v1",model_name="m"} 2.0' in text
+    assert 'outrider_verifier_sequences_failed_total{engine="v1",model_name="m"} 1.0' in text
 
 
 def test_names_and_label_order_are_those_that_dashboards_and_scripts_expect() -> None:
-    telemetry = Telemetry("m", engine="0")
+    telemetry = Telemetry("m", engine="r1")
     telemetry.expect_drafts(2)
     lines = exposition([telemetry.snapshot()]).decode().splitlines()
-    assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0' in lines
+    assert 'vllm:spec_decode_num_drafts_total{engine="r1",model_name="m"} 0.0' in lines
     assert (
-        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 0.0'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="r1",model_name="m",position="1"} 0.0'
         in lines
     )
     assert "# TYPE vllm:spec_decode_num_drafts_total counter" in lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from ray.serve.handle import DeploymentHandle
 
 from outrider.config import LimitOptions, RouterOptions, ServiceArgs, SpeculativeConfig
+from outrider.contracts import Drafter
 from outrider.coordinator import Coordinator, Generation
 from outrider.engine.engine import drive
 from outrider.engine.loading import load_engine, target_info
@@ -20,6 +22,7 @@ from outrider.text import Tokenizer
 from outrider_serve import router as router_module
 from outrider_serve.desk import Place
 from outrider_serve.drafter import DrafterReplica
+from outrider_serve.hot_options import Refusal
 from outrider_serve.lease import ServeDrafterPool, ServeVerifierPool
 from outrider_serve.router import RouterReplica
 from outrider_serve.verifier import VerifierReplica
@@ -76,6 +79,11 @@ async def service(args: ServiceArgs, local_call: type[Any]) -> AsyncIterator[InP
 
 
 @pytest.fixture
+def router(args: ServiceArgs) -> RouterReplica:
+    return RouterReplica(args, DeploymentHandle("Verifier", "app"), None, Place("router-1", HOST))
+
+
+@pytest.fixture
 def plain(args: ServiceArgs) -> list[int]:
     """200 greedy tokens of the engine alone."""
     limits = Limits(max_tokens=200)
@@ -123,7 +131,7 @@ async def test_a_hot_change_swaps_the_drafter_and_a_bad_one_leaves_it(service: I
 
     assert stats.method == "anti"
     assert stats.refused is not None
-    assert "'psychic' is not installed" in stats.refused
+    assert "'psychic' is not installed" in stats.refused.reason
 
 
 @pytest.mark.parametrize(
@@ -134,20 +142,122 @@ async def test_a_hot_change_swaps_the_drafter_and_a_bad_one_leaves_it(service: I
     ],
 )
 async def test_a_bad_first_configuration_keeps_a_replica_from_starting(
-    service: InProcess, args: ServiceArgs, user_config: dict[str, Any], complaint: str
+    service: InProcess, router: RouterReplica, user_config: dict[str, Any], complaint: str
 ) -> None:
-    handle = DeploymentHandle("Verifier", "app")
-    router = RouterReplica(args, handle, None, Place("router-1", HOST))
-
     with pytest.raises(ConfigError, match=complaint):
         await router.reconfigure(user_config)
     with pytest.raises(ConfigError, match=complaint):
         await service.drafter.reconfigure(user_config)
 
 
-def test_the_verifier_knows_no_hot_option(args: ServiceArgs) -> None:
+def test_the_verifier_knows_no_hot_option_and_does_not_start_with_one(service: InProcess) -> None:
     with pytest.raises(ConfigError, match=r"Verifier\.user_config: unknown key 'dtype'"):
-        VerifierReplica.reconfigure(VerifierReplica.__new__(VerifierReplica), {"dtype": "float32"})
+        service.verifier.reconfigure({"dtype": "float32"})
+
+
+BAD: dict[str, Any] = {"dtype": "float32"}
+
+
+@pytest.mark.parametrize("configured", [True, False])
+async def test_a_bad_change_of_a_serving_replica_is_refused_by_all_three_alike(
+    service: InProcess, router: RouterReplica, configured: bool
+) -> None:
+    """Also where Serve had no user_config at start: then the first one to come is a hot change."""
+    verifier, drafter = service.verifier, service.drafter
+    if configured:
+        verifier.reconfigure({})
+        await drafter.reconfigure({})
+        await router.reconfigure({})
+    for replica in (verifier, drafter, router):
+        replica.check_health()
+
+    verifier.reconfigure(BAD)
+    await drafter.reconfigure(BAD)
+    await router.reconfigure(BAD)
+
+    refusals = [(await verifier.stats()).refused, (await drafter.stats()).refused, await router.refusal()]
+    assert [one and one.replica for one in refusals] == [
+        "Verifier verifier-1",
+        "Drafter drafter-1",
+        "Router router-1",
+    ]
+    assert all(one and "unknown key 'dtype'" in one.reason for one in refusals)
+    verifier.reconfigure({})
+    await drafter.reconfigure({})
+    await router.reconfigure({})
+    assert (await verifier.stats()).refused is (await drafter.stats()).refused is None
+    assert await router.refusal() is None
+
+
+async def test_a_plugin_that_raises_what_it_likes_does_not_end_a_serving_drafter(
+    service: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = service.drafter
+    drafter.check_health()
+
+    def broken(config: SpeculativeConfig) -> Drafter:
+        raise ZeroDivisionError("in a third party's constructor")
+
+    monkeypatch.setattr(drafter, "_make", broken)
+    await drafter.reconfigure({"speculative_config": {"method": "anti"}})
+
+    stats = await drafter.stats()
+    assert stats.method == "ngram"
+    assert stats.refused is not None
+    assert stats.refused.reason == "ZeroDivisionError: in a third party's constructor"
+
+
+async def test_health_names_every_replica_that_refused_whichever_router_is_asked(
+    service: InProcess, router: RouterReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.verifier.check_health()
+    service.verifier.reconfigure(BAD)
+    elsewhere = Refusal("Router router-2", "unknown key 'limit'")
+    answers: dict[str, list[Any]] = {"stats": [await service.verifier.stats()], "refusal": [elsewhere]}
+
+    async def ask(handle: object, method: str, answer: type) -> list[Any]:
+        return answers[method]
+
+    monkeypatch.setattr(router_module, "ask_all", ask)
+    monkeypatch.setattr(router_module, "_routers", lambda: None)
+
+    readiness = await router.ready()
+
+    assert readiness.ready
+    assert [refusal.replica for refusal in readiness.refusals] == ["Router router-2", "Verifier verifier-1"]
+    assert elsewhere in readiness.refusals
+
+
+@pytest.mark.parametrize(
+    ("limits", "complaint"),
+    [
+        ({"max_queued_requests": 957}, "with 4 running and 64 for probes a router would hold 1025 requests"),
+        (
+            {"request_timeout_s": 660.5},
+            r"request_timeout_s 660\.5 is above router\.graceful_shutdown_timeout_s",
+        ),
+    ],
+)
+async def test_limits_that_serves_own_would_undercut_are_refused(
+    router: RouterReplica, limits: dict[str, float], complaint: str
+) -> None:
+    await router.reconfigure({"limits": {"max_queued_requests": 956, "request_timeout_s": 660}})
+
+    await router.reconfigure({"limits": limits})
+
+    refusal = await router.refusal()
+    assert refusal is not None
+    assert re.search(complaint, refusal.reason)
+    assert router.options.limits.max_queued_requests == 956
+
+
+def test_a_router_without_room_for_its_default_queue_does_not_start(args: ServiceArgs) -> None:
+    small = ServiceArgs.model_validate(args.model_dump() | {"router": {"max_ongoing_requests": 323}})
+
+    with pytest.raises(
+        ConfigError, match=r"would hold 324 requests, and router\.max_ongoing_requests is 323"
+    ):
+        RouterReplica(small, DeploymentHandle("Verifier", "app"), None, Place("router-1", HOST))
 
 
 @pytest.mark.parametrize(("placement", "allowed"), [("auto", False), ("inprocess", True)])
