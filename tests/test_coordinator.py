@@ -689,17 +689,18 @@ async def test_without_a_drafter_the_text_is_plain_and_the_reason_is_kept(
     assert done.stats.rounds == 0
 
 
-async def test_a_drafter_that_never_answers_is_given_up_and_closed(
+async def test_a_drafter_that_never_answers_is_not_waited_for_all_the_time(
     serve: Serve, truth: tuple[int, ...]
 ) -> None:
     service = serve(gate_ms=HASTY_MS)
     service.drafters.workers[0].inward = lambda message: []
     done = await service.run()
     assert done.tokens == truth
-    assert done.stats.fallback == f"the drafter was late {MISSED_GATES_ALLOWED} rounds in a row"
-    assert len(service.drafters.sent(DraftOrder)) == MISSED_GATES_ALLOWED
+    assert done.stats.rounds == 0
+    asked = len(service.drafters.sent(DraftOrder))
+    assert MISSED_GATES_ALLOWED <= asked < len(truth) / 2, "most of the time it decodes plainly"
     assert len(service.drafters.legs) == 1
-    assert service.verifiers.sent(Plan)[-1].num_tokens == 0, "no further gate is waited for"
+    assert Plan(service.verifiers.sent(Plan)[-1].sequence, 0) in service.verifiers.sent(Plan)
 
 
 async def test_a_sequence_that_loses_one_drafter_after_another_stays_plain(

@@ -23,7 +23,7 @@ from outrider.messages import (
     Verdict,
     VerifyOrder,
 )
-from outrider.speculation.sequential import MISSED_GATES_ALLOWED, Committed, SequentialRounds
+from outrider.speculation.sequential import MISSED_GATES_ALLOWED, PAUSE_TOKENS, Committed, SequentialRounds
 
 PROMPT = (1, 2, 3)
 K = 4
@@ -415,17 +415,25 @@ def missed_rounds(rounds: SequentialRounds, count: int) -> None:
         rounds.on_verdict(verdict(len(rounds.tokens), 9))
 
 
-def test_a_drafter_that_never_answers_is_given_up_after_the_allowed_rounds() -> None:
+def test_a_drafter_that_never_answers_is_left_alone_for_a_while_each_time_longer() -> None:
     rounds, stats, verifier, drafter = with_drafter()
-    missed_rounds(rounds, MISSED_GATES_ALLOWED - 1)
-    assert stats.fallback is None
-    drafter.take()
-    missed_rounds(rounds, 1)
-    assert drafter.take() == [close()]
-    assert verifier.take() == [FREE]
-    assert stats.fallback == f"the drafter was late {MISSED_GATES_ALLOWED} rounds in a row"
-    missed_rounds(rounds, 1)
-    assert drafter.sent == verifier.sent == []
+    gated = rounds.plan
+    for pause in (PAUSE_TOKENS, 2 * PAUSE_TOKENS):
+        missed_rounds(rounds, MISSED_GATES_ALLOWED - 1)
+        assert stats.fallback is None
+        drafter.take()
+        verifier.take()
+        missed_rounds(rounds, 1)
+        assert verifier.take() == [FREE]
+        assert stats.fallback == f"drafter late: {MISSED_GATES_ALLOWED} rounds in a row"
+        missed_rounds(rounds, pause - 1)
+        assert drafter.sent == verifier.sent == []
+        missed_rounds(rounds, 1)
+        assert verifier.take() == [gated]
+        (order,) = drafter.take()
+        assert isinstance(order, DraftOrder)
+        assert len(order.committed_since) == pause + 1
+        assert stats.fallback is None
 
 
 def test_an_answer_in_time_starts_the_count_of_missed_rounds_anew() -> None:
@@ -443,7 +451,7 @@ def test_an_answer_to_an_older_order_is_no_answer_in_time() -> None:
         base_len = len(rounds.tokens)
         missed_rounds(rounds, 1)
         rounds.on_proposal(Proposal("s", 0, base_len, (4,)))
-    assert stats.fallback == f"the drafter was late {MISSED_GATES_ALLOWED} rounds in a row"
+    assert stats.fallback == f"drafter late: {MISSED_GATES_ALLOWED} rounds in a row"
 
 
 def test_late_drafts_that_still_count_keep_the_drafter() -> None:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 MISSED_GATES_ALLOWED = 8
 """Rounds in a row that may pass without the drafter's answer before the sequence decodes plainly."""
 
+PAUSE_TOKENS = 32
+"""Tokens of plain decoding after that; twice as many every time the drafter is late again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
@@ -57,13 +60,16 @@ class SequentialRounds:
         self._drafter_knows = 0  # tokens that the remote drafter was told
         self._asked_at: int | None = None  # base of the draft order that is out
         self._missed = 0
+        self._pause = PAUSE_TOKENS  # of the next pause
+        self._paused_until = 0  # committed length at which a late drafter is asked again
 
     # ---- legs
 
     @property
     def plan(self) -> Plan:
         """Gated while somebody drafts, free-running otherwise."""
-        drafting = self._drafter is not None or self._remote is not None
+        asked = self._remote is not None and len(self.tokens) >= self._paused_until
+        drafting = self._drafter is not None or asked
         return Plan(
             self.sequence,
             self.verify_epoch,
@@ -94,16 +100,15 @@ class SequentialRounds:
         self._drafter_knows = len(opening.prompt) + len(opening.committed)
         self._asked_at, self._missed = None, 0
         self._stats.fallback = None
-        if self._verifier is not None:
-            self._verifier.send(self.plan)
+        self._paused_until = 0
+        self._send_plan()
         self._order_drafts()
 
     def detach_drafter(self, reason: str) -> None:
         """No more drafts, for the given reason: the sequence free-runs. A successor gets a new epoch."""
         self._release_drafter(cancelled=False)
         self._stats.fallback = reason
-        if self._verifier is not None:
-            self._verifier.send(self.plan)
+        self._send_plan()
 
     def detach_verifier(self) -> None:
         """The verifier is lost; its successor gets a new epoch and all committed tokens.
@@ -191,8 +196,13 @@ class SequentialRounds:
                 self._order(len(self.tokens), drafts)
         elif self._remote is not None:
             if self._missed >= MISSED_GATES_ALLOWED:
-                self.detach_drafter(f"the drafter was late {self._missed} rounds in a row")
+                self._pause_drafts()
+            if len(self.tokens) < self._paused_until:
                 return
+            if self._paused_until:
+                self._paused_until = 0
+                self._stats.fallback = None
+                self._send_plan()
             self._asked_at = len(self.tokens)
             self._remote.send(
                 DraftOrder(
@@ -205,6 +215,18 @@ class SequentialRounds:
                 )
             )
             self._drafter_knows = len(self.tokens)
+
+    def _pause_drafts(self) -> None:
+        """Free-run for a while: waiting for a drafter that does not answer slows the whole batch down."""
+        self._stats.fallback = f"drafter late: {self._missed} rounds in a row"
+        self._paused_until = len(self.tokens) + self._pause
+        self._pause *= 2
+        self._missed, self._asked_at = 0, None
+        self._send_plan()
+
+    def _send_plan(self) -> None:
+        if self._verifier is not None:
+            self._verifier.send(self.plan)
 
     def _propose(self, drafter: Drafter) -> tuple[int, ...] | None:
         context = DraftContext(self.sequence, self.tokens, self._num_tokens, self._request.sampling)
