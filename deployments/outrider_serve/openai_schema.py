@@ -244,7 +244,11 @@ class GenerationBody(Body):
         float | None, Field(gt=0, le=1, allow_inf_nan=False, description="nucleus; default 1")
     ] = None
     top_k: Annotated[
-        int | None, Field(ge=-1, description="draw from the k likeliest tokens; -1 or 0 is off (vLLM)")
+        int | None,
+        Field(
+            ge=-1,
+            description="draw from the k likeliest tokens, of all where k is larger; -1 or 0 is off (vLLM)",
+        ),
     ] = None
     seed: Annotated[
         int | None,

@@ -154,8 +154,8 @@ class RouterReplica:
     async def snapshots(self) -> list[Snapshot]:
         """Metrics of this router, and of the other routers and the verifiers that answer in time.
 
-        Of one that is late nothing is shown rather than what it last said here: another router may have
-        shown more since, and a counter that falls reads as a restart.
+        Of those that are late nothing is shown, rather than what they last said here: another router may
+        have shown more since, and a counter that falls reads as a restart.
         """
         routers, verifiers = await asyncio.gather(
             ask_all(_routers(), "snapshot", RouterSnapshot),
