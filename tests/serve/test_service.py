@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import httpx
 import msgspec
+import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,7 +25,7 @@ from ray import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider_serve.drafter import DrafterStats
-from outrider_serve.launch import Cluster, deploy, local_ray, with_port
+from outrider_serve.launch import Cluster, LaunchError, deploy, local_ray, with_port
 from outrider_serve.router import RouterSnapshot, ask_all
 from outrider_serve.verifier import VerifierStats
 
@@ -150,6 +151,11 @@ async def worker_pids() -> list[int]:
     return sorted([one.pid for one in await verifiers()] + [one.pid for one in await drafters()])
 
 
+def official(service: Service) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S)
+    return openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, http_client=http)
+
+
 async def the_leased(stats: Callable[[], Any]) -> Any:
     """The one replica that holds a sequence."""
     while True:
@@ -215,25 +221,42 @@ async def test_the_service_says_that_it_is_ready_and_speculates(service: Service
     assert health["speculation"] == {"active": True, "reason": None}
 
 
-async def test_metrics_are_the_sum_of_both_routers_whichever_is_asked(service: Service) -> None:
+async def test_metrics_are_those_of_both_routers_and_verifiers_whichever_router_is_asked(
+    service: Service,
+) -> None:
     async with service.client() as client:
         await asyncio.gather(*(completion(client, max_tokens=4) for _ in range(16)))
         scrapes = [(await client.get("/metrics")).text for _ in range(6)]
     routers = await ask_all(serve.get_deployment_handle("Router", "smoke"), "snapshot", RouterSnapshot)
 
-    each = [
-        sum(sample.value for family in router.metrics for sample in family.samples if generated(sample.name))
+    counted = {
+        router.replica: sample.value
         for router in routers
-    ]
-    assert len(each) == 2
-    assert all(each), "both routers served"
+        for family in router.metrics
+        for sample in family.samples
+        if sample.name == GENERATED
+    }
+    assert len(counted) == 2
+    assert all(counted.values()), "both routers served"
+    replicas = {verifier.replica for verifier in await verifiers()}
+    assert len(replicas) == 2
     for scrape in scrapes:
-        samples = [sample for family in text_string_to_metric_families(scrape) for sample in family.samples]
-        assert sum(sample.value for sample in samples if generated(sample.name)) == sum(each)
+        assert series(scrape, GENERATED) == counted
+        assert series(scrape, "vllm:kv_cache_usage_perc").keys() == replicas
+        assert series(scrape, "outrider_verifier_sequences_failed_total") == dict.fromkeys(replicas, 0)
 
 
-def generated(sample: str) -> bool:
-    return sample == "vllm:generation_tokens_total"
+GENERATED = "vllm:generation_tokens_total"
+
+
+def series(scrape: str, name: str) -> dict[str, float]:
+    """By the replica that counted."""
+    return {
+        sample.labels["engine"]: sample.value
+        for family in text_string_to_metric_families(scrape)
+        for sample in family.samples
+        if sample.name == name
+    }
 
 
 async def test_a_client_that_leaves_frees_the_sequence_on_both_workers(service: Service) -> None:
@@ -282,19 +305,102 @@ async def test_a_bad_edit_is_refused_and_the_old_configuration_goes_on(service: 
         router, drafter = configuration["applications"][0]["deployments"]
         router["user_config"]["limit"] = {}
         drafter["user_config"]["speculative_config"] |= {"method": "psychic"}
+        # The first user_config of the verifiers, which came up without one.
+        edited = {"name": "Verifier", "user_config": {"dtype": "float32"}}
+        configuration["applications"][0]["deployments"].append(edited)
+
+    def without_faults(configuration: Configuration) -> None:
+        # Serve tells a replica nothing when its user_config is removed, so an empty one mends it.
+        configuration["applications"][0]["deployments"].append({"name": "Verifier", "user_config": {}})
 
     async with service.client() as client:
         await service.apply(misspell)
         await asyncio.sleep(1.1)  # health checks of one second share an answer
-        health = (await client.get("/health/ready")).json()
+        health = [(await client.get("/health/ready")).json() for _ in range(4)]  # of either router
         answer = await completion(client, max_tokens=64)
-        refusals = [one.refused for one in await drafters()]
-        await service.apply(lambda configuration: None)
+        await service.apply(without_faults)
+        await asyncio.sleep(1.1)
+        mended = (await client.get("/health/ready")).json()
 
-    assert "unknown key 'limit'; did you mean 'limits'?" in health["speculation"]["reason"]
-    assert all("'psychic' is not installed" in str(refused) for refused in refusals)
+    for report in health:
+        assert (report["status"], report["speculation"]) == ("ready", {"active": True, "reason": None})
+        reasons = {change["replica"]: change["reason"] for change in report["refused_changes"]}
+        assert sorted(name.split()[0] for name in reasons) == 2 * ["Drafter"] + 2 * ["Router"] + 2 * [
+            "Verifier"
+        ]
+        for name, complaint in (
+            ("Router", "unknown key 'limit'; did you mean 'limits'?"),
+            ("Drafter", "'psychic' is not installed"),
+            ("Verifier", "unknown key 'dtype'"),
+        ):
+            assert all(complaint in reasons[replica] for replica in reasons if replica.startswith(name))
+    assert mended["refused_changes"] == []
     assert answer["choices"][0]["text"] == service.truth.text(64)
     assert await worker_pids() == before
+
+
+async def test_a_burst_beyond_the_queue_gets_429_and_probes_are_answered_meanwhile(service: Service) -> None:
+    """16 places on the verifiers and 1 in each router's line, for 48 requests at once."""
+
+    def short_line(configuration: Configuration) -> None:
+        configuration["applications"][0]["deployments"][0]["user_config"]["limits"] = {
+            "max_queued_requests": 1
+        }
+
+    await service.apply(short_line)
+    try:
+        async with service.client() as client, official(service) as openai_client:
+            burst = [
+                asyncio.create_task(
+                    openai_client.completions.create(
+                        model="smoke",
+                        prompt=PROMPT,
+                        max_tokens=400,
+                        temperature=0,
+                        extra_body={"speculative": False},
+                    )
+                )
+                for _ in range(48)
+            ]
+            probes = []
+            while not all(one.done() for one in burst):
+                probes.append((await client.get("/health/ready")).status_code)
+                probes.append((await client.get("/metrics")).status_code)
+            answers = await asyncio.gather(*burst, return_exceptions=True)
+    finally:
+        await service.apply(lambda configuration: None)
+
+    refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+    served = [one for one in answers if not isinstance(one, BaseException)]
+    assert len(refused) + len(served) == 48
+    assert len(served) >= 16
+    assert refused
+    for error in refused:
+        assert error.response.headers["retry-after"] == "1"
+        assert error.code == "rate_limit_exceeded", "the router's own words, not Serve's"
+    assert {one.choices[0].text for one in served} == {service.truth.text(400)}
+    assert set(probes) == {200}
+
+
+def test_a_sync_client_that_closes_its_stream_frees_the_sequence(service: Service) -> None:
+    before = sum(one.engine.cancelled for one in asyncio.run(verifiers()))
+    http = httpx.Client(trust_env=False, timeout=PATIENCE_S)
+    with openai.OpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        pieces = client.completions.create(
+            model="smoke",
+            prompt=PROMPT,
+            max_tokens=LENGTH,
+            temperature=0,
+            stream=True,
+            extra_body={"speculative": {"max_tokens": 1}},
+        )
+        next(iter(pieces))
+        pieces.close()
+
+        asyncio.run(until_free())
+    assert sum(one.engine.cancelled for one in asyncio.run(verifiers())) == before + 1
 
 
 async def test_a_killed_drafter_costs_speed_and_no_text(service: Service) -> None:
@@ -320,3 +426,25 @@ async def test_a_killed_verifier_costs_time_and_no_text(service: Service) -> Non
             text += piece
 
     assert text == service.truth.text()
+
+
+async def test_without_verifiers_the_official_client_raises_503_within_the_queues_bound(
+    service: Service,
+) -> None:
+    def short_wait(configuration: Configuration) -> None:
+        configuration["applications"][0]["deployments"][0]["user_config"]["limits"] = {"queue_timeout_s": 0.3}
+
+    async with asyncio.timeout(PATIENCE_S):  # until the replicas that other tests killed are replaced
+        while True:
+            try:
+                await service.apply(short_wait)
+                break
+            except LaunchError:
+                await asyncio.sleep(0.5)
+    for verifier in await verifiers():
+        os.kill(verifier.pid, signal.SIGKILL)
+    async with official(service) as client:
+        with pytest.raises(openai.InternalServerError) as down:
+            await client.completions.create(model="smoke", prompt=PROMPT, max_tokens=4)
+
+    assert (down.value.status_code, down.value.code) == (503, "service_unavailable")
