@@ -70,10 +70,11 @@ def test_a_model_that_was_not_added_exits_2_before_ray_starts(
     assert "run `outrider models add smollm2`" in err
 
 
-def test_a_file_without_one_of_our_applications_exits_2(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["check", "serve", "demo"])
+def test_a_file_without_one_of_our_applications_exits_2(run: Run, command: str, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text("applications: [{name: other, import_path: 'mine:app'}]")
-    code, _, err = run("serve", str(other))
+    code, _, err = run(command, str(other))
     assert code == 2
     assert "no application with import_path outrider_serve.app:build" in err
 

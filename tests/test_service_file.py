@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,15 +17,17 @@ from outrider.config import (
     DrafterArgs,
     DrafterOptions,
     LimitOptions,
+    LocalConfig,
     PlannerOptions,
     RouterArgs,
     RouterOptions,
     ServiceArgs,
     SpeculativeConfig,
     VerifierArgs,
+    parse,
 )
 from outrider.errors import ConfigError
-from outrider_serve import service_file
+from outrider_serve import app, service_file
 from outrider_serve.service_file import check
 
 QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"
@@ -40,6 +43,13 @@ def application(file: dict[str, Any]) -> dict[str, Any]:
 def deployment(file: dict[str, Any], name: str) -> dict[str, Any]:
     found: dict[str, Any] = next(d for d in application(file)["deployments"] if d["name"] == name)
     return found
+
+
+def speculation(file: dict[str, Any], **changes: Any) -> None:
+    """Change the speculative_config of the Router, and of the Drafter alike."""
+    for name in ("Router", "Drafter"):
+        config = deployment(file, name)["user_config"]["speculative_config"]
+        config.update(changes)
 
 
 @pytest.fixture
@@ -165,6 +175,50 @@ def test_an_unknown_key_is_found_at_every_level(
             "verifier.num_gpus is 0.5: two fractions may land on one GPU",
         ),
         (
+            lambda f: application(f)["args"].update(device="cuda"),
+            "args: device is cuda and verifier.num_gpus is 0: raise verifier.num_gpus to 1, or say",
+        ),
+        (
+            lambda f: application(f)["args"].update(device="cuda:1", verifier={"num_gpus": 1}),
+            "args: device is cuda:1 and verifier.num_gpus is 1: raise verifier.num_gpus to 2",
+        ),
+        (
+            lambda f: application(f)["args"]["drafter"].update(device="tpu"),
+            "args: drafter.device: String should match pattern",
+        ),
+        (
+            lambda f: application(f)["args"]["drafter"].update(device="cuda"),
+            "args: drafter.device is cuda and drafter.num_gpus is 0: raise drafter.num_gpus to 1",
+        ),
+        (
+            lambda f: application(f)["args"].update(cpu_kernels="native", cpu_threads=2),
+            "args: cpu_threads is 2, and cpu_kernels: native always use one",
+        ),
+        (
+            lambda f: application(f)["args"].update(max_num_batched_tokens=64, max_num_seqs=65),
+            "args: max_num_batched_tokens 64 is below max_num_seqs 65: every running sequence needs a row",
+        ),
+        (
+            lambda f: application(f)["args"].update(num_kv_blocks=127, max_model_len=4096),
+            "args: num_kv_blocks 127 of block_size 32 hold 4064 tokens and max_model_len is 4096",
+        ),
+        (
+            lambda f: deployment(f, "Router")["user_config"].update(limits={"max_queued_requests": 2000}),
+            "Router.user_config: limits.max_queued_requests 2000 does not fit",
+        ),
+        (
+            lambda f: speculation(f, model="smollm2"),
+            "Router.user_config: speculative_config: model 'smollm2' does nothing for method ngram",
+        ),
+        (
+            lambda f: speculation(f, max_model_len=100),
+            "Drafter.user_config: speculative_config: max_model_len 100 does nothing for method ngram",
+        ),
+        (
+            lambda f: speculation(f, method="draft_model"),
+            "Router.user_config.speculative_config: model is missing: method draft_model needs the folder",
+        ),
+        (
             lambda f: deployment(f, "Router").update(
                 request_router_config={"request_router_class": "nowhere:X"}
             ),
@@ -176,6 +230,175 @@ def test_a_wrong_value_is_found_wherever_it_stands(
     edited: Edited, edit: Callable[[dict[str, Any]], None], expected: str
 ) -> None:
     assert any(expected in fault for fault in edited(edit)), edited(edit)
+
+
+def test_keys_that_do_not_fit_one_another_do_not_spell_the_whole_section(edited: Edited) -> None:
+    (fault,) = edited(lambda f: application(f)["args"].update(device="cuda"))
+    assert "args: device is cuda" in fault
+    assert fault.endswith("or say device: cpu")
+
+
+def test_the_drafts_of_a_round_must_fit_a_step(edited: Edited) -> None:
+    def narrow(file: dict[str, Any], drafts: int) -> None:
+        application(file)["args"]["max_num_batched_tokens"] = 16
+        speculation(file, num_speculative_tokens=drafts)
+
+    assert edited(lambda f: narrow(f, 15)) == []
+    (fault,) = edited(lambda f: narrow(f, 16))
+    assert "Router.user_config: num_speculative_tokens 16 and the newest token do not fit" in fault
+
+
+def test_an_import_path_with_a_dot_is_linted_as_with_a_colon(edited: Edited) -> None:
+    def dot_and_misspell(file: dict[str, Any]) -> None:
+        application(file)["import_path"] = "outrider_serve.app.build"
+        application(file)["args"]["dtpe"] = "auto"
+        ServeDeploySchema.model_validate(copy.deepcopy(file))  # Serve takes both
+
+    (fault,) = edited(dot_and_misspell)
+    assert "args: unknown key 'dtpe'" in fault
+
+
+@pytest.mark.parametrize("import_path", ["mine:app", "outrider_serve.ap:build"])
+def test_a_file_without_an_application_of_ours_is_a_fault(edited: Edited, import_path: str) -> None:
+    (fault,) = edited(lambda f: application(f).update(import_path=import_path))
+    assert f"no application with import_path outrider_serve.app:build (got {import_path})" in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "key"),
+    [
+        ("Verifier", 32, "twice args.max_num_seqs"),
+        ("Drafter", 128, "twice args.drafter.max_num_seqs"),
+        ("Router", 1024, "args.router.max_ongoing_requests"),
+    ],
+)
+def test_an_entry_must_hold_the_requests_that_args_need(
+    edited: Edited, name: str, places: int, key: str
+) -> None:
+    assert edited(lambda f: deployment(f, name).update(max_ongoing_requests=places)) == []
+    (fault,) = edited(lambda f: deployment(f, name).update(max_ongoing_requests=places - 1))
+    assert f"{name}.max_ongoing_requests: {places - 1} is below {key}, {places}" in fault
+
+
+def test_the_linter_and_the_builder_give_a_sequence_the_same_places() -> None:
+    assert service_file.LEASES_PER_PLACE == app.LEASES_PER_PLACE
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"num_gpus": 2}, "give 2 GPUs"),
+        ({"num_cpus": 4}, "give 0 GPUs"),
+        ({"num_gpus": 0.5}, "give 0.5 GPUs"),
+    ],
+)
+def test_an_entry_may_not_give_other_gpus_than_args(
+    edited: Edited, options: dict[str, float], given: str
+) -> None:
+    def override(file: dict[str, Any]) -> None:
+        application(file)["args"].update(device="cuda", verifier={"num_gpus": 1})
+        deployment(file, "Verifier")["ray_actor_options"] = options
+
+    (fault,) = edited(override)
+    assert f"Verifier.ray_actor_options: they replace what args say, and {given}" in fault
+    assert "args.verifier.num_gpus is 1" in fault
+
+
+def test_an_entry_with_the_gpus_of_args_is_fine(edited: Edited) -> None:
+    def repeat(file: dict[str, Any]) -> None:
+        application(file)["args"].update(device="cuda", verifier={"num_gpus": 1})
+        deployment(file, "Verifier")["ray_actor_options"] = {"num_cpus": 4, "num_gpus": 1}
+        deployment(file, "Router")["ray_actor_options"] = {"num_cpus": 1}
+
+    assert edited(repeat) == []
+
+
+@pytest.mark.parametrize("name", ["Verifier", "Drafter"])
+@pytest.mark.parametrize(
+    ("entry", "replicas"),
+    [
+        ({}, 2),
+        ({"num_replicas": 3}, 3),
+        ({"num_replicas": "auto"}, 100),
+        ({"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}}, 4),
+        ({"num_replicas": "auto", "autoscaling_config": {"max_replicas": 5}}, 5),
+    ],
+)
+def test_a_fixed_port_serves_one_replica_a_machine(
+    edited: Edited, name: str, entry: dict[str, Any], replicas: int
+) -> None:
+    def fix(file: dict[str, Any], port: int, **more: Any) -> None:
+        application(file)["args"].setdefault(name.lower(), {}).update(port=port, num_replicas=2)
+        deployment(file, name).update(entry | more)
+
+    (fault,) = edited(lambda f: fix(f, 7001))
+    assert (
+        f"args: {name.lower()}.port 7001 serves one replica a machine, and there may be {replicas}" in fault
+    )
+    assert "say port: 0" in fault
+    assert edited(lambda f: fix(f, 0)) == []
+    assert edited(lambda f: fix(f, 7001, max_replicas_per_node=1)) == []
+
+
+def test_a_fixed_port_of_one_replica_is_fine(edited: Edited) -> None:
+    def fix(file: dict[str, Any]) -> None:
+        application(file)["args"]["verifier"] = {"port": 7001, "num_replicas": 2}
+        deployment(file, "Verifier")["num_replicas"] = 1
+
+    assert edited(fix) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "draft_device"),
+    [
+        ({}, "cpu", "cpu"),
+        ({"verifier": {"num_gpus": 1}}, "cuda", "cpu"),
+        ({"verifier": {"num_gpus": 1}, "device": "cpu"}, "cpu", "cpu"),
+        ({"verifier": {"num_gpus": 2}, "device": "cuda:1"}, "cuda:1", "cpu"),
+        ({"verifier": {"num_gpus": 0.5}, "placement": "colocated"}, "cuda", "cpu"),
+        ({"verifier": {"num_gpus": 0.5}, "placement": "colocated", "device": "cuda"}, "cuda", "cpu"),
+        ({"drafter": {"placement": "actor", "num_gpus": 0.5}}, "cpu", "cuda"),
+        ({"drafter": {"placement": "actor", "num_gpus": 1, "device": "cuda"}}, "cpu", "cuda"),
+        ({"drafter": {"num_gpus": 1}}, "cpu", "cpu"),  # there is no such actor: the router drafts
+        ({"router": {"num_gpus": 0.25}}, "cpu", "cuda"),
+        ({"router": {"num_gpus": 0.25}, "drafter": {"device": "cpu"}}, "cpu", "cpu"),
+    ],
+)
+def test_the_gpus_of_a_pool_decide_its_device(args: dict[str, Any], device: str, draft_device: str) -> None:
+    checked = parse(ServiceArgs, {"model": "m"} | args, where="args")
+    assert (checked.device, checked.drafter.device) == (device, draft_device)
+    # What Serve hands on to the replicas, and what it hands the builder a second time, is the same.
+    assert pickle.loads(pickle.dumps(checked)) == checked
+    assert ServiceArgs.model_validate(checked.model_dump()) == checked
+
+
+def test_a_device_without_a_gpu_is_refused_also_where_verifiers_share_one() -> None:
+    with pytest.raises(ConfigError, match=r"args: device is cuda and verifier\.num_gpus is 0"):
+        parse(ServiceArgs, {"model": "m", "device": "cuda", "placement": "colocated"}, where="args")
+    with pytest.raises(ConfigError, match=r"verifier.num_gpus is 0.5: two fractions may land on one GPU"):
+        parse(ServiceArgs, {"model": "m", "device": "cuda", "verifier": {"num_gpus": 0.5}}, where="args")
+
+
+def test_one_process_takes_the_limit_that_acts_there_and_no_other() -> None:
+    config = parse(LocalConfig, {"model": "m", "request_timeout_s": 5}, where="config")
+    assert config.limits.request_timeout_s == 5
+    for key in ("max_queued_requests", "queue_timeout_s", "max_body_bytes", "default_max_tokens"):
+        with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
+            parse(LocalConfig, {"model": "m", key: 5}, where="config")
+    with pytest.raises(ConfigError, match="unknown key 'limits'"):
+        parse(LocalConfig, {"model": "m", "limits": {"request_timeout_s": 5}}, where="config")
+
+
+def test_one_process_refuses_drafts_that_do_not_fit_a_step() -> None:
+    wide = {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "speculative_config": {"num_speculative_tokens": 16},
+    }
+    with pytest.raises(
+        ConfigError, match="config: num_speculative_tokens 16 and the newest token do not fit"
+    ):
+        parse(LocalConfig, {"model": "m"} | wide, where="config")
 
 
 def test_a_fault_names_its_line(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from outrider import models, registry
 from outrider.config import (
+    DrafterArgs,
     DrafterOptions,
     RouterOptions,
     ServiceArgs,
     SpeculativeConfig,
+    VerifierArgs,
     VerifierOptions,
     explain,
 )
@@ -32,6 +34,12 @@ from outrider.errors import ConfigError
 
 IMPORT_PATH = "outrider_serve.app:build"
 """What the application of an Outrider service names; other applications of the file are Serve's affair."""
+
+LEASES_PER_PLACE = 2
+"""`max_ongoing_requests` of a worker a sequence that it holds: as in `app`, whose import would load torch."""
+
+AUTO_MAX_REPLICAS = 100
+"""What Serve makes of `num_replicas: auto` without a bound."""
 
 OPTIONS: dict[str, type[BaseModel]] = {
     "Router": RouterOptions,
@@ -60,11 +68,40 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """What a deployment's entry says beside `user_config`; it wins over `args`. None: nothing, or a fault."""
+
+    place: Place
+    replicas: int | None  # at most
+    one_a_node: bool
+    max_ongoing_requests: int | None
+    num_gpus: float | None  # 0 where `ray_actor_options` are there without it: they replace those of `args`
+
+    @classmethod
+    def read(cls, place: Place, deployment: dict[str, Any]) -> Entry:
+        """Serve's schema has said what is of a wrong type."""
+        replicas = deployment.get("num_replicas")
+        scaling, options = deployment.get("autoscaling_config"), deployment.get("ray_actor_options")
+        if isinstance(scaling, dict) or replicas == "auto":
+            bound = scaling.get("max_replicas") if isinstance(scaling, dict) else None
+            replicas = bound or (AUTO_MAX_REPLICAS if replicas == "auto" else 1)
+        ongoing = deployment.get("max_ongoing_requests")
+        gpus = (options.get("num_gpus") or 0) if isinstance(options, dict) else None
+        return cls(
+            place=place,
+            replicas=replicas if isinstance(replicas, int) else None,
+            one_a_node=deployment.get("max_replicas_per_node") == 1,
+            max_ongoing_requests=ongoing if isinstance(ongoing, int) else None,
+            num_gpus=gpus if isinstance(gpus, int | float) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """One Outrider application of the file, as far as it could be read: None is a part with faults."""
 
     place: Place
-    deployments: dict[str, Place]  # by name, those that the file mentions
+    entries: dict[str, Entry]  # by the deployment's name, those that the file mentions
     args: ServiceArgs | None
     router: RouterOptions | None
     drafter: DrafterOptions | None
@@ -97,7 +134,7 @@ def check(path: Path) -> list[str]:
         lines = _lines(root)
     except RecursionError:
         return ["line 1: an anchor of this file contains itself"]
-    faults = [*_doubled_keys(root), *_serve_faults(data)]
+    faults = [*_doubled_keys(root), *_serve_faults(data), *_without_ours(data)]
     for place, application in _outrider_applications(data):
         service, own = _read_service(place, application)
         faults += own
@@ -188,15 +225,31 @@ def _is_list(annotation: Any) -> bool:
 def _outrider_applications(data: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
     applications = data.get("applications")
     for index, application in enumerate(applications if isinstance(applications, list) else []):
-        if isinstance(application, dict) and application.get("import_path") == IMPORT_PATH:
+        # Serve takes a dot for the colon.
+        if isinstance(application, dict) and _dotted(application.get("import_path")) == _dotted(IMPORT_PATH):
             yield ("applications", index), application
+
+
+def _dotted(import_path: Any) -> str:
+    return str(import_path).replace(":", ".")
+
+
+def _without_ours(data: dict[str, Any]) -> Iterator[Fault]:
+    applications = data.get("applications")
+    if not isinstance(applications, list) or any(True for _ in _outrider_applications(data)):
+        return
+    others = [str(each.get("import_path")) for each in applications if isinstance(each, dict)]
+    yield Fault(
+        ("applications",),
+        f"applications: no application with import_path {IMPORT_PATH} (got {', '.join(others) or 'none'})",
+    )
 
 
 def _read_service(place: Place, application: dict[str, Any]) -> tuple[Service | None, list[Fault]]:
     faults: list[Fault] = []
     args = _section_of_ours(ServiceArgs, application.get("args"), "args", (*place, "args"), faults)
     options: dict[str, BaseModel | None] = {name: model() for name, model in OPTIONS.items()}
-    places: dict[str, Place] = {}
+    entries: dict[str, Entry] = {}
     deployments = application.get("deployments")
     for index, deployment in enumerate(deployments if isinstance(deployments, list) else []):
         name = deployment.get("name") if isinstance(deployment, dict) else None
@@ -206,10 +259,10 @@ def _read_service(place: Place, application: dict[str, Any]) -> tuple[Service | 
         if name not in OPTIONS:
             unknown = _unknown(name, OPTIONS, what="deployment")
             faults.append(Fault((*there, "name"), f"deployments: {unknown}"))
-        elif name in places:
+        elif name in entries:
             faults.append(Fault((*there, "name"), f"deployments: {name!r} is there twice: merge the two"))
         else:
-            places[name] = there
+            entries[name] = Entry.read(there, deployment)
             config = deployment.get("user_config")
             options[name] = _section_of_ours(
                 OPTIONS[name], config, f"{name}.user_config", (*there, "user_config"), faults
@@ -217,7 +270,7 @@ def _read_service(place: Place, application: dict[str, Any]) -> tuple[Service | 
     router, drafter = options["Router"], options["Drafter"]
     assert router is None or isinstance(router, RouterOptions)
     assert drafter is None or isinstance(drafter, DrafterOptions)
-    return Service(place=place, deployments=places, args=args, router=router, drafter=drafter), faults
+    return Service(place=place, entries=entries, args=args, router=router, drafter=drafter), faults
 
 
 def _section_of_ours(model: type[M], value: Any, where: str, place: Place, faults: list[Fault]) -> M | None:
@@ -237,9 +290,13 @@ def _cross_faults(service: Service) -> Iterator[Fault]:
     if service.args is not None:
         yield from _model_faults(service.args.model, "args", (*service.place, "args", "model"))
         yield from _placement_faults(service, service.args)
+        yield from _router_faults(service, service.args)
+        for name, entry in service.entries.items():
+            yield from _entry_faults(name, entry, service.args)
+        yield from _port_faults(service, service.args)
     for name, options in (("Router", service.router), ("Drafter", service.drafter)):
-        if name in service.deployments and options is not None and options.speculative_config is not None:
-            place = (*service.deployments[name], "user_config", "speculative_config")
+        if name in service.entries and options is not None and options.speculative_config is not None:
+            place = (*service.entries[name].place, "user_config", "speculative_config")
             where = f"{name}.user_config.speculative_config"
             yield from _drafting_faults(options.speculative_config, where, place)
 
@@ -249,6 +306,12 @@ def _drafting_faults(config: SpeculativeConfig, where: str, place: Place) -> Ite
         yield Fault((*place, "method"), f"{where}: {_unknown(config.method, names, what='method')}")
     if config.model is not None:
         yield from _model_faults(config.model, where, (*place, "model"))
+    elif config.method == "draft_model":
+        yield Fault(
+            (*place, "method"),
+            f"{where}: model is missing: method draft_model needs the folder of a smaller model with the "
+            "target's tokenizer, or a name of `outrider models list`",
+        )
 
 
 def _model_faults(model: str, where: str, place: Place) -> Iterator[Fault]:
@@ -264,7 +327,7 @@ def _placement_faults(service: Service, args: ServiceArgs) -> Iterator[Fault]:
     """The Drafter deployment exists exactly when `args` ask for it, and serves what the Router plans."""
     placement = args.drafter.placement
     where = (*service.place, "args", "drafter", "placement")
-    if placement != "actor" and "Drafter" in service.deployments:
+    if placement != "actor" and "Drafter" in service.entries:
         yield Fault(
             where,
             f"args: the deployment Drafter exists only with drafter.placement: actor (got {placement!r}): "
@@ -277,12 +340,65 @@ def _placement_faults(service: Service, args: ServiceArgs) -> Iterator[Fault]:
     if placement != "actor":
         yield from _inprocess_faults(wanted.method, placement, where)
     elif service.drafter is not None and service.drafter.speculative_config != wanted:
-        place = service.deployments.get("Drafter", service.place)
+        place = service.entries["Drafter"].place if "Drafter" in service.entries else service.place
         yield Fault(
             (*place, "user_config", "speculative_config"),
             "Drafter.user_config: speculative_config differs from the Router's: give both the same, by a "
             "YAML anchor (`&speculation` at the Router, `*speculation` here)",
         )
+
+
+def _router_faults(service: Service, args: ServiceArgs) -> Iterator[Fault]:
+    """The Router's hot options against what `args` fixed."""
+    if service.router is None:
+        return
+    place = service.entries["Router"].place if "Router" in service.entries else service.place
+    if fault := args.drafts_do_not_fit(service.router.speculative_config):
+        yield Fault((*place, "user_config", "speculative_config"), f"Router.user_config: {fault}")
+    try:
+        args.router.check(service.router.limits, sequences=args.verifier.num_replicas * args.max_num_seqs)
+    except ConfigError as error:
+        yield Fault((*place, "user_config", "limits"), f"Router.user_config: {error}")
+
+
+def _entry_faults(name: str, entry: Entry, args: ServiceArgs) -> Iterator[Fault]:
+    """What an entry says instead of `args`, where the service needs what `args` say."""
+    pool, key, needed = {
+        "Router": (args.router, "args.router.max_ongoing_requests", args.router.max_ongoing_requests),
+        "Verifier": (args.verifier, "twice args.max_num_seqs", LEASES_PER_PLACE * args.max_num_seqs),
+        "Drafter": (
+            args.drafter,
+            "twice args.drafter.max_num_seqs",
+            LEASES_PER_PLACE * args.drafter.max_num_seqs,
+        ),
+    }[name]
+    if entry.max_ongoing_requests is not None and entry.max_ongoing_requests < needed:
+        yield Fault(
+            (*entry.place, "max_ongoing_requests"),
+            f"{name}.max_ongoing_requests: {entry.max_ongoing_requests} is below {key}, {needed}: requests "
+            "would wait in Serve, where no limit acts; remove it, and set that key",
+        )
+    if entry.num_gpus is not None and entry.num_gpus != pool.num_gpus:
+        yield Fault(
+            (*entry.place, "ray_actor_options"),
+            f"{name}.ray_actor_options: they replace what args say, and give {entry.num_gpus:g} GPUs where "
+            f"args.{name.lower()}.num_gpus is {pool.num_gpus:g}: say the same number in both",
+        )
+
+
+def _port_faults(service: Service, args: ServiceArgs) -> Iterator[Fault]:
+    """Two replicas on one machine cannot listen on one port."""
+    pools: dict[str, VerifierArgs | DrafterArgs] = {"Verifier": args.verifier, "Drafter": args.drafter}
+    for name, pool in pools.items():
+        entry = service.entries.get(name)
+        replicas = entry.replicas if entry is not None and entry.replicas is not None else pool.num_replicas
+        if pool.port and replicas > 1 and not (entry is not None and entry.one_a_node):
+            yield Fault(
+                (*service.place, "args", name.lower(), "port"),
+                f"args: {name.lower()}.port {pool.port} serves one replica a machine, and there may be "
+                f"{replicas}: say port: 0, which picks a free one (or max_replicas_per_node: 1 in the entry "
+                f"of {name})",
+            )
 
 
 def _inprocess_faults(method: str, placement: str, place: Place) -> Iterator[Fault]:

@@ -7,13 +7,15 @@ deployments' `user_config`: applied hot, by `reconfigure()`. Key names follow vL
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from outrider.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
+
+Device: TypeAlias = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 ROUTER_SPARE_REQUESTS = 64
 """Places a router keeps beside running and queued requests: health, metrics, and those being refused."""
@@ -40,11 +42,12 @@ class SpeculativeConfig(Strict):
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64, description="ngram: longest suffix looked up")] = 4
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64, description="ngram: shortest suffix looked up")] = 2
     max_model_len: Annotated[PositiveInt | None, Field(description="the drafter's own context limit")] = None
-    draft_sample_method: Annotated[Literal["coupled"], Field(description="how sampled drafts are drawn")] = (
-        "coupled"
-    )
+    draft_sample_method: Annotated[
+        Literal["coupled"], Field(description="how sampled drafts are drawn; coupled is the only way today")
+    ] = "coupled"
     rejection_sample_method: Annotated[
-        Literal["coupled"], Field(description="the acceptance rule of sampled requests")
+        Literal["coupled"],
+        Field(description="acceptance rule of sampled requests; coupled is the only one today"),
     ] = "coupled"
     extra: Annotated[
         dict[str, Any], Field(description="keys of a third party's drafter, passed through untouched")
@@ -67,6 +70,16 @@ class SpeculativeConfig(Strict):
                 f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max "
                 f"{self.prompt_lookup_max}: lower the first or raise the second"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _no_weights_for_lookup(self) -> Self:
+        for key, value in (("model", self.model), ("max_model_len", self.max_model_len)):
+            if self.method == "ngram" and value is not None:
+                raise ValueError(
+                    f"{key} {value!r} does nothing for method ngram, which has no weights: "
+                    "remove it, or say method: draft_model"
+                )
         return self
 
 
@@ -119,7 +132,9 @@ class DrafterArgs(ReplicaArgs):
         Literal["auto", "inprocess", "actor"],
         Field(description="auto: in the router unless the method needs a device"),
     ] = "auto"
-    device: Annotated[str | None, Field(description="default: the service's device")] = None
+    device: Annotated[
+        Device, Field(description="auto: cuda where the process that drafts is given GPUs, else cpu")
+    ] = "auto"
     port: Annotated[int, Field(ge=0, le=65535, description="link port; 0 picks a free one")] = 0
     max_num_seqs: PositiveInt = 64
 
@@ -129,7 +144,9 @@ class EngineArgs(Strict):
 
     model: Annotated[str, Field(description="folder of a checkpoint, or a name of `outrider models list`")]
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[
+        Device, Field(description="auto: cuda where verifiers are given GPUs (locally: where torch sees one)")
+    ] = "auto"
     max_model_len: Annotated[PositiveInt | None, Field(description="default: the model's own")] = None
     block_size: Annotated[Literal[16, 32, 64], Field(description="tokens of one KV block")] = 32
     kv_cache_memory_bytes: Annotated[
@@ -143,11 +160,45 @@ class EngineArgs(Strict):
         Literal["auto", "native", "torch"],
         Field(description="native: C kernels built on first use; auto falls back to torch, and says so"),
     ] = "auto"
-    cpu_threads: Annotated[PositiveInt, Field(description="threads of one worker's tensor work")] = 1
+    cpu_threads: Annotated[
+        PositiveInt, Field(description="threads of torch's kernels; the C kernels always use one")
+    ] = 1
+
+    @model_validator(mode="after")
+    def _one_native_thread(self) -> Self:
+        if self.cpu_kernels == "native" and self.cpu_threads > 1:
+            raise ValueError(
+                f"cpu_threads is {self.cpu_threads}, and cpu_kernels: native always use one: remove "
+                "cpu_threads, or say cpu_kernels: torch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_row_each(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
+                f"{self.max_num_seqs}: every running sequence needs a row a step; raise the first or lower "
+                "the second"
+            )
+        return self
+
+    def drafts_do_not_fit(self, speculative: SpeculativeConfig | None) -> str | None:
+        """Why a round's drafts cannot be verified in one step; None when they can."""
+        if speculative is None or speculative.num_speculative_tokens < self.max_num_batched_tokens:
+            return None
+        return (
+            f"num_speculative_tokens {speculative.num_speculative_tokens} and the newest token do not fit a "
+            f"step of max_num_batched_tokens {self.max_num_batched_tokens}: lower the first or raise the last"
+        )
 
 
 class ServiceArgs(EngineArgs):
-    """The `args` of the application: a change restarts the service."""
+    """The `args` of the application: a change restarts the service.
+
+    A replica sees the GPUs that Ray reserves for it, numbered from 0, and no others. So `device: auto` is
+    answered here, by `num_gpus`: `device` and `drafter.device` are never "auto" in checked args.
+    """
 
     served_model_name: Annotated[str | None, Field(description="default: the last part of `model`")] = None
     placement: Annotated[
@@ -170,6 +221,43 @@ class ServiceArgs(EngineArgs):
                 "ask for 1, or say placement: colocated"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_sequence_fits(self) -> Self:
+        if self.num_kv_blocks is None or self.max_model_len is None:
+            return self  # the model decides: `load_engine` compares them
+        room = self.num_kv_blocks * self.block_size
+        if room < self.max_model_len:
+            raise ValueError(
+                f"num_kv_blocks {self.num_kv_blocks} of block_size {self.block_size} hold {room} tokens and "
+                f"max_model_len is {self.max_model_len}: one sequence must always fit; raise the first or "
+                "lower the last"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        drafting = "drafter" if self.drafter.placement == "actor" else "router"
+        draft_gpus = self.drafter.num_gpus if drafting == "drafter" else self.router.num_gpus
+        device = _device("device", self.device, "verifier.num_gpus", self.verifier.num_gpus)
+        draft_device = _device("drafter.device", self.drafter.device, f"{drafting}.num_gpus", draft_gpus)
+        # Frozen for everybody else: this is the last step of the making.
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "drafter", self.drafter.model_copy(update={"device": draft_device}))
+        return self
+
+
+def _device(key: str, asked: str, gpus_key: str, gpus: float) -> str:
+    """What `asked` means in a process that is given so many GPUs; a fraction is a share of one."""
+    if asked == "auto":
+        return "cuda" if gpus > 0 else "cpu"
+    kind, _, index = asked.partition(":")
+    if kind == "cuda" and gpus <= int(index or 0):
+        raise ValueError(
+            f"{key} is {asked} and {gpus_key} is {gpus:g}: raise {gpus_key} to {int(index or 0) + 1}, or say "
+            f"{key}: cpu"
+        )
+    return asked
 
 
 class LimitOptions(Strict):
@@ -211,11 +299,22 @@ class DrafterOptions(Strict):
 
 
 class LocalConfig(EngineArgs):
-    """What `outrider.local` takes: the engine, and what the deployments' user_config would hold."""
+    """What `outrider.local` takes: the engine, and those of the deployments' hot keys that act here too."""
 
     speculative_config: SpeculativeConfig | None = None
-    limits: LimitOptions = LimitOptions()
     planner: PlannerOptions = PlannerOptions()
+    request_timeout_s: Annotated[float, Field(gt=0, description="a whole generation")] = 600.0
+
+    @property
+    def limits(self) -> LimitOptions:
+        """What the coordinator reads of a router's limits; nothing queues in one process."""
+        return LimitOptions(request_timeout_s=self.request_timeout_s)
+
+    @model_validator(mode="after")
+    def _drafts_fit(self) -> Self:
+        if fault := self.drafts_do_not_fit(self.speculative_config):
+            raise ValueError(fault)
+        return self
 
 
 def parse(model: type[T], values: Any, *, where: str) -> T:
@@ -233,7 +332,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
     """One line a fault: path, what is wrong, the value, and for an unknown key the nearest known one."""
     lines = []
     for fault in error.errors(include_url=False):
-        path = ".".join(str(part) for part in fault["loc"]) or "(top)"
+        path = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
             known = sorted(_fields_at(model, fault["loc"][:-1]))
             near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
@@ -243,7 +342,9 @@ def explain(model: type[BaseModel], error: ValidationError) -> list[str]:
             lines.append(f"{path} is missing")
         else:
             message = fault["msg"].removeprefix("Value error, ")
-            lines.append(f"{path}: {message} (got {fault['input']!r})")
+            # Keys that do not fit one another are named by the message; the whole section would drown it.
+            got = "" if isinstance(fault["input"], dict) else f" (got {fault['input']!r})"
+            lines.append(f"{path}: {message}{got}".removeprefix(": "))
     return lines
 
 
