@@ -24,7 +24,10 @@ TORCH_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def target_info(args: EngineArgs) -> TargetInfo:
-    """What the target's files say, without reading its weights."""
+    """What the target's files say, without reading its weights.
+
+    Whether the device is in this process is not asked: a router names the drafters' device and has none.
+    """
     folder = models.resolve(args.model)
     config = text_config(folder)
     return TargetInfo(
@@ -82,6 +85,7 @@ def load_model(folder: Path, *, dtype: str, device: str, block_size: int, cpu_ke
 
     from outrider.engine.transformers_model import TransformersModel
 
+    _check_device(device)
     torch_dtype: torch.dtype = getattr(torch, _dtype_name(dtype, text_config(folder)))
     if cpu_kernels != "torch" and device == "cpu":
         from outrider.engine import native_model
@@ -138,11 +142,11 @@ def _dtype_name(asked: str, config: dict[str, Any]) -> str:
 def _device_name(asked: str) -> str:
     import torch
 
-    if asked == "cpu":
-        return asked
-    available = torch.cuda.is_available()
-    if asked == "auto":
-        return "cuda" if available else "cpu"
-    if not available:
-        raise ConfigError(f"device {asked!r} was asked for and torch sees no CUDA device: use cpu or auto")
-    return asked
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for and torch sees no CUDA device: use cpu or auto")
