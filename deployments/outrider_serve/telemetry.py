@@ -166,7 +166,9 @@ class Telemetry:
             "vllm:e2e_request_latency_seconds", "from the admitted request to its end", SECONDS_A_REQUEST
         )
         self.queue_time = self._histogram(
-            "vllm:request_queue_time_seconds", "at the verifier, before the first prefill", SECONDS_A_REQUEST
+            "vllm:request_queue_time_seconds",
+            "in the router's line, and at the verifier before the first prefill",
+            SECONDS_A_REQUEST,
         )
         self.late_proposals = self._counter(
             "outrider_late_proposals", "drafts that came after the verifier had moved on"

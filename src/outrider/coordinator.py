@@ -155,6 +155,7 @@ class Generation:
             if self._wants_drafter:
                 self._leasing = asyncio.create_task(self._lease_drafter())
             await self._lease_verifier(deadline)
+            self.stats.queue_time += time.monotonic() - started
             while finish is None:
                 progress = await self._next_progress(deadline)
                 tokens, drafted = progress.committed.tokens, progress.committed.drafted
@@ -239,7 +240,7 @@ class Generation:
                     return
                 if first:  # of the generation: what a later verifier finds in its cache saved nothing
                     self.stats.cached_tokens = message.cached_tokens
-                    self.stats.queue_time = message.queue_time
+                    self.stats.queue_time += message.queue_time
                 self._events.put_nowait(_Progress(committed, message.finish))
                 if message.finish is not None:
                     self._free(cancelled=False)  # now: the caller may take its time with the chunks

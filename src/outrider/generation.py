@@ -45,7 +45,7 @@ class GenerationStats:
     accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     late_proposals: int = 0
-    queue_time: float = 0.0  # seconds at the verifier before the first prefill row
+    queue_time: float = 0.0  # seconds in the router's line, and at the verifier before the first prefill row
     time_to_first_token: float = 0.0  # seconds since the request was handed in
     duration: float = 0.0  # seconds
     fallback: str | None = None  # why drafts stopped, if they did

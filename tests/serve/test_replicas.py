@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,14 +17,14 @@ from outrider.coordinator import Coordinator, Generation
 from outrider.engine.engine import drive
 from outrider.engine.loading import load_engine, target_info
 from outrider.errors import ConfigError
-from outrider.generation import GenerationRequest
+from outrider.generation import GenerationRequest, GenerationStats
 from outrider.messages import Limits, Open, Plan, SamplingParams, Verdict
 from outrider.text import Tokenizer
 from outrider_serve import router as router_module
 from outrider_serve.desk import Place
 from outrider_serve.drafter import DrafterReplica
 from outrider_serve.hot_options import Refusal
-from outrider_serve.lease import ServeDrafterPool, ServeVerifierPool
+from outrider_serve.lease import Admitted, ServeDrafterPool, ServeVerifierPool
 from outrider_serve.router import RouterReplica
 from outrider_serve.verifier import VerifierReplica
 
@@ -102,6 +103,27 @@ async def test_rounds_over_links_give_the_tokens_of_plain_decoding(
     assert tokens == plain
     assert generation.stats.draft_tokens > 0
     assert generation.stats.fallback is None
+
+
+async def test_a_request_that_waits_in_the_routers_line_counts_that_as_queue_time(service: InProcess) -> None:
+    leases = [service.verifier.lease(f"taken-{index}") for index in range(4)]  # every place
+    assert all([isinstance(await anext(lease), Admitted) for lease in leases])
+    waiting = asyncio.create_task(drain(service.start(max_tokens=4)))
+    await asyncio.sleep(0.3)
+    await leases[0].aclose()
+
+    waited = (await asyncio.wait_for(waiting, 20)).queue_time
+    at_once = (await drain(service.start(max_tokens=4))).queue_time
+
+    assert at_once < 0.3 <= waited
+    for lease in leases:
+        await lease.aclose()
+
+
+async def drain(generation: Generation) -> GenerationStats:
+    async for _ in generation:
+        pass
+    return generation.stats
 
 
 async def test_links_that_break_in_mid_stream_cost_no_token(service: InProcess, plain: list[int]) -> None:
