@@ -30,6 +30,7 @@ from outrider.errors import ConfigError, OutriderError
 
 POLL_S = 0.5
 PROBE_TIMEOUT_S = 5.0
+RAY_STARTS = 3
 
 Report: TypeAlias = Callable[[str], None]
 """Called with what the service is doing, whenever that may have changed."""
@@ -68,20 +69,12 @@ def local_ray() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="outrider-", dir=parent))
     _keep_off_proxies("127.0.0.1", "localhost")
     try:
-        context = ray.init(
-            address="local",  # never somebody else's cluster, whatever RAY_ADDRESS says
-            num_cpus=max(2, os.cpu_count() or 1),
-            include_dashboard=True,
-            dashboard_host="127.0.0.1",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(folder),
-        )
+        dashboard = _start_ray(folder)
         # Ray's own handler prints its stack and ends the process before anything here could clean up.
         signal.signal(signal.SIGTERM, _end)
-        if not context.dashboard_url:
+        if not dashboard:
             raise LaunchError(f"Ray's dashboard, which deploys services, did not start: see {folder}")
-        yield Cluster(dashboard=f"http://{context.dashboard_url}", logs=f"{folder}/session_latest/logs/serve")
+        yield Cluster(dashboard=f"http://{dashboard}", logs=f"{folder}/session_latest/logs/serve")
     except Exception:
         ray.shutdown()
         raise
@@ -90,6 +83,33 @@ def local_ray() -> Iterator[Cluster]:
         raise
     else:
         _remove(folder)
+
+
+def _start_ray(folder: Path) -> str:
+    """Start Ray's processes and return the dashboard's address, empty where it has none.
+
+    Tries again where Ray's own fixed 30 s for a node ran out: that is a busy machine, not a wrong one.
+    """
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            context = ray.init(
+                address="local",  # never somebody else's cluster, whatever RAY_ADDRESS says
+                num_cpus=max(2, os.cpu_count() or 1),
+                include_dashboard=True,
+                dashboard_host="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+            return str(context.dashboard_url or "")
+        except Exception as error:  # a bare Exception is what Ray raises here
+            ray.shutdown()
+            if attempts == RAY_STARTS:
+                raise LaunchError(
+                    f"Ray did not start in {RAY_STARTS} attempts ({error}); its logs are in {folder}"
+                ) from error
 
 
 def remote_ray(dashboard: str) -> Cluster:
