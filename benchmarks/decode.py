@@ -1,6 +1,6 @@
 """Our decoding against transformers' `generate`, in interleaved pairs, in process and once over HTTP.
 
-    python benchmarks/decode.py [--prompts 8] [--tokens 96] [--no-http] [--json FILE]
+    python benchmarks/decode.py [--prompts 6] [--tokens 96] [--no-http] [--json FILE]
 
 Every pair runs one after the other on the same prompt, and a ratio is a geometric mean of pairs with its 95 %
 interval, so what the machine does in a minute hits both sides. `generate` is run with 1 and with 2 threads
@@ -324,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=8, help="pairs at concurrency 1, and a category")
+    parser.add_argument("--prompts", type=int, default=6, help="pairs at concurrency 1, and a category")
     parser.add_argument("--tokens", type=int, default=96, help="tokens a prompt")
     parser.add_argument("--no-http", action="store_true", help="skip the part that starts a local Ray")
     parser.add_argument("--json", type=Path, help="write the figures here")
