@@ -27,7 +27,7 @@ from outrider.config import (
     parse,
 )
 from outrider.errors import ConfigError
-from outrider_serve import app, service_file
+from outrider_serve import service_file
 from outrider_serve.service_file import check
 
 QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"
@@ -278,10 +278,6 @@ def test_an_entry_must_hold_the_requests_that_args_need(
     assert edited(lambda f: deployment(f, name).update(max_ongoing_requests=places)) == []
     (fault,) = edited(lambda f: deployment(f, name).update(max_ongoing_requests=places - 1))
     assert f"{name}.max_ongoing_requests: {places - 1} is below {key}, {places}" in fault
-
-
-def test_the_linter_and_the_builder_give_a_sequence_the_same_places() -> None:
-    assert service_file.LEASES_PER_PLACE == app.LEASES_PER_PLACE
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ from ray.serve import Application
 from ray.serve.config import BackpressureConfig
 
 from outrider.config import ReplicaArgs, ServiceArgs
+from outrider_serve.desk import LEASES_PER_PLACE
 from outrider_serve.drafter import DrafterReplica
 from outrider_serve.router import RouterReplica
 from outrider_serve.verifier import VerifierReplica
-
-LEASES_PER_PLACE = 2
-"""With every place taken a worker must still answer `Full`: Serve's own limit stays above that."""
 
 
 def build(args: ServiceArgs) -> Application:

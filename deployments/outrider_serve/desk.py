@@ -28,6 +28,9 @@ from outrider_serve.link import HEARTBEAT_S, Connection
 
 logger = logging.getLogger(__name__)
 
+LEASES_PER_PLACE = 2
+"""With every place taken a worker must still answer `Full`: Serve's own limit stays above that."""
+
 OPEN_WITHIN_S = 30.0
 """A lease whose sequence is not opened by then gives its place back."""
 

@@ -42,7 +42,7 @@ class DrafterReplica:
         """Listen; made on the replica's event loop. Raises ConfigError."""
         self._place = place or this_place()
         self._hot = HotOptions(f"Drafter {self._place.replica}")
-        self._target = target_info(args.model_copy(update={"device": args.drafter.device or args.device}))
+        self._target = target_info(args.model_copy(update={"device": args.drafter.device}))
         self._config = DrafterOptions().speculative_config
         self._loop = DrafterLoop(
             self._make(self._config),

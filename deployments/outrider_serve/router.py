@@ -62,7 +62,7 @@ class RouterReplica:
         self._place = place or this_place()
         self._hot = HotOptions(f"Router {self._place.replica}")
         # A router has no device of its own, but a drafter in its process may be given one.
-        self._target = target_info(args.model_copy(update={"device": args.drafter.device or "cpu"}))
+        self._target = target_info(args.model_copy(update={"device": args.drafter.device}))
         self._verifier_handle, self._drafter_handle = verifiers, drafters
         options = RouterOptions()
         self._check(options)

@@ -31,12 +31,10 @@ from outrider.config import (
     explain,
 )
 from outrider.errors import ConfigError
+from outrider_serve.desk import LEASES_PER_PLACE
 
 IMPORT_PATH = "outrider_serve.app:build"
 """What the application of an Outrider service names; other applications of the file are Serve's affair."""
-
-LEASES_PER_PLACE = 2
-"""`max_ongoing_requests` of a worker a sequence that it holds: as in `app`, whose import would load torch."""
 
 AUTO_MAX_REPLICAS = 100
 """What Serve makes of `num_replicas: auto` without a bound."""
