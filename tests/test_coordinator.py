@@ -164,7 +164,7 @@ class Worker:
     @property
     def busy(self) -> bool:
         if isinstance(self.loop, VerifierLoop):
-            return self.loop.running + self.loop.waiting > 0
+            return self.loop.stats.running + self.loop.stats.waiting > 0
         return self.loop.running > 0
 
 

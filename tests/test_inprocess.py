@@ -104,9 +104,8 @@ class Anti:
 
     needs_device = False
 
-    def __init__(self, truths: dict[tuple[int, ...], list[int]]) -> None:
+    def __init__(self) -> None:
         self.calls = 0
-        self._truths = truths
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         self.calls += 1
@@ -123,7 +122,7 @@ def test_a_drafter_that_is_always_wrong_changes_nothing_but_speed(
 ) -> None:
     config = {"model": str(tiny_llama), "dtype": "float32", "num_kv_blocks": 64}
     spec = {"speculative_config": {"method": "anti", "num_speculative_tokens": 4}}
-    drafter = Anti({})
+    drafter = Anti()
     with outrider.local(config | spec, drafter=drafter) as service:
         done = service.generate(PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0)
     assert list(done.tokens) == truths[0]

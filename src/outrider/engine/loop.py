@@ -44,18 +44,6 @@ class VerifierLoop:
         return self._thread.is_alive()
 
     @property
-    def running(self) -> int:
-        return self._stats.running
-
-    @property
-    def waiting(self) -> int:
-        return self._stats.waiting
-
-    @property
-    def capacity(self) -> int:
-        return self._engine.max_num_seqs
-
-    @property
     def stats(self) -> EngineStats:
         """As of the last step."""
         return self._stats

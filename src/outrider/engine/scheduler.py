@@ -9,7 +9,6 @@ prefilled again later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outrider.engine.blocks import BlockPool, OutOfBlocks
@@ -48,10 +47,6 @@ class Scheduler:
         self._max_rows = max_rows
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-
-    def __iter__(self) -> Iterator[Sequence]:
-        yield from self.running
-        yield from self.waiting
 
     def next_step(self, now: float) -> list[Work]:
         """Admit what fits and choose this step's rows; every chosen row has its block."""
@@ -106,8 +101,6 @@ class Scheduler:
             self.waiting.popleft()
             sequence.blocks = shared
             sequence.cached = len(shared) * self.pool.block_size
-            # Published blocks are the shared ones: the digest chain is resumed by `Engine._publish`.
-            sequence.published, sequence.digest = 0, b""
             if sequence.queue_time is None:
                 sequence.queue_time = now - sequence.opened_at
                 sequence.prefix_hit = min(sequence.cached, sequence.prompt_len)
