@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from outrider.errors import ConfigError
+from outrider.messages import AcceptanceRule
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -42,13 +43,22 @@ class SpeculativeConfig(Strict):
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64, description="ngram: longest suffix looked up")] = 4
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64, description="ngram: shortest suffix looked up")] = 2
     max_model_len: Annotated[PositiveInt | None, Field(description="the drafter's own context limit")] = None
-    draft_sample_method: Annotated[
-        Literal["coupled"], Field(description="how sampled drafts are drawn; coupled is the only way today")
-    ] = "coupled"
     rejection_sample_method: Annotated[
-        Literal["coupled"],
-        Field(description="acceptance rule of sampled requests; coupled is the only one today"),
-    ] = "coupled"
+        AcceptanceRule,
+        Field(description="acceptance rule of sampled requests: coupled, rejection or block"),
+    ] = AcceptanceRule.COUPLED
+    draft_sample_method: Annotated[
+        Literal["coupled", "probabilistic", "greedy"] | None,
+        Field(
+            description="how sampled drafts are drawn: coupled (with the target's noise; only under "
+            "coupled), probabilistic (with noise of its own and draft_probs; only under rejection and "
+            "block) or greedy; default: what fits the rule"
+        ),
+    ] = None
+    draft_probs_top_n: Annotated[
+        int,
+        Field(ge=1, le=1024, description="probabilistic: draw from so many likeliest tokens, and ship those"),
+    ] = 64
     extra: Annotated[
         dict[str, Any], Field(description="keys of a third party's drafter, passed through untouched")
     ] = {}
@@ -62,6 +72,29 @@ class SpeculativeConfig(Strict):
                 "which is not supported: remove the key"
             )
         return values
+
+    @property
+    def drafting(self) -> Literal["coupled", "probabilistic", "greedy"]:
+        """`draft_sample_method`, or what fits the rule."""
+        coupled = self.rejection_sample_method is AcceptanceRule.COUPLED
+        return self.draft_sample_method or ("coupled" if coupled else "probabilistic")
+
+    @model_validator(mode="after")
+    def _drafts_fit_the_rule(self) -> Self:
+        rule = self.rejection_sample_method
+        misfit = "probabilistic" if rule is AcceptanceRule.COUPLED else "coupled"
+        if self.draft_sample_method == misfit:
+            fits = "coupled or greedy" if rule is AcceptanceRule.COUPLED else "probabilistic or greedy"
+            reason = (
+                "which never looks at draft_probs"
+                if rule is AcceptanceRule.COUPLED
+                else "under which noise that is shared with the target would bias the text"
+            )
+            raise ValueError(
+                f"draft_sample_method {misfit} does not go with rejection_sample_method {rule}, {reason}: "
+                f"say {fits}, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lookup_window(self) -> Self:
@@ -154,6 +187,13 @@ class EngineArgs(Strict):
     ] = 1 << 30
     num_kv_blocks: Annotated[PositiveInt | None, Field(description="overrides kv_cache_memory_bytes")] = None
     enable_prefix_caching: bool = True
+    numerics: Annotated[
+        Literal["auto", "strict", "fast"],
+        Field(
+            description="strict: a token's logits are bitwise the same in any company, so that a seed gives "
+            "the same text with and without drafts; auto: strict where it is nearly free, else fast"
+        ),
+    ] = "auto"
     max_num_seqs: PositiveInt = 32
     max_num_batched_tokens: Annotated[int, Field(ge=16, description="rows of one step")] = 512
     cpu_kernels: Annotated[
@@ -276,6 +316,14 @@ class PlannerOptions(Strict):
     gate_ms: Annotated[
         float, Field(ge=0, le=60_000, description="how long a step waits for a gated sequence's order")
     ] = 50.0
+    draft_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="under rejection and block a step waits for drafts as long as that: whether a draft "
+            "comes in time must not depend on its tokens; then the drafter counts as lost",
+        ),
+    ] = 5.0
     first_verdict_timeout_s: Annotated[float, Field(gt=0, description="prefill included")] = 120.0
     verdict_timeout_s: Annotated[float, Field(gt=0, description="then the verifier counts as lost")] = 20.0
 

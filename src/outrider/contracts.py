@@ -9,6 +9,7 @@ from typing import Protocol
 from outrider.messages import (
     Close,
     DraftOrder,
+    DraftProbs,
     FromDrafter,
     FromVerifier,
     Open,
@@ -27,6 +28,7 @@ class TargetInfo:
     max_model_len: int
     dtype: str
     device: str
+    parameters: int = 0  # weights that a token passes through; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,20 @@ class DraftContext:
     tokens: Sequence[int]
     num_tokens: int  # K: how many drafts are wanted
     sampling: SamplingParams
+    prompt_len: int = 0  # how many of `tokens` are the prompt: penalties count the others
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter guesses for one context, at most `num_tokens` tokens; none is a fine answer.
+
+    `probs` is asked for by `context.sampling.needs_draft_probs` and left out otherwise: the distributions
+    that the tokens were drawn from, after every processor. `sampling.draft_probs` packs them; `certain`
+    there is for a guess that was no draw.
+    """
+
+    tokens: tuple[int, ...] = ()
+    probs: DraftProbs | None = None
 
 
 class Drafter(Protocol):
@@ -53,11 +69,13 @@ class Drafter(Protocol):
     needs_device: bool
     """False: runs in the router by default. True: gets a deployment of its own."""
 
-    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
-        """Draft for a batch: one list of token ids a context, in order, of at most `num_tokens` ids.
+    def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Draft]:
+        """Draft for a batch: one draft a context, in order.
 
-        A shorter or empty list is a fine answer. Under temperature > 0 a good drafter draws with the
-        target's own noise (`outrider.sampling.noise`), so that equal distributions give equal tokens.
+        Under temperature > 0 a good drafter draws with `outrider.sampling.draft`: with the target's own noise
+        under the coupled rule, so that equal distributions give equal tokens; with noise of its own and
+        `probs` under the others. A drafter that has `parameters` (an int attribute: weights that a token
+        passes through) has its work counted in FLOPs.
         """
         ...
 

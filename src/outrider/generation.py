@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.messages import FinishReason, SamplingParams
+from outrider.messages import FinishReason, Grammar, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,12 @@ class GenerationRequest:
     max_tokens: int | None  # None: until the context ends
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own ends
+    ignore_eos: bool = False  # the model's own ends are tokens like any other
+    min_tokens: int = 0  # no end before so many: neither by a stop id nor by a stop string
+    grammar: Grammar | None = None
+    logprobs: int | None = None  # report each token's, and so many alternatives
+    prediction: tuple[int, ...] = ()  # what the caller expects the answer to be: a source of drafts
     max_draft_tokens: int | None = None  # upper K of this request; 0 is plain, None the service's
     traceparent: str | None = None
 
@@ -30,6 +36,7 @@ class Chunk:
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where asked for
 
 
 @dataclass(slots=True)
@@ -44,6 +51,11 @@ class GenerationStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    per_step_drafted: list[int] = field(default_factory=list)  # of every step with drafts, invalid ones out
+    per_step_accepted: list[int] = field(default_factory=list)
+    invalid_drafts: int = 0  # drafts that could not be verified; not among `draft_tokens`
+    accepted_prediction_tokens: int = 0  # drafts out of the caller's prediction
+    rejected_prediction_tokens: int = 0
     late_proposals: int = 0
     queue_time: float = 0.0  # seconds in the router's line, and at the verifier before the first prefill row
     time_to_first_token: float = 0.0  # seconds since the request was handed in
@@ -60,9 +72,18 @@ class GenerationStats:
         """1 + accepted tokens a round; None before the first round."""
         return 1 + self.accepted_tokens / self.rounds if self.rounds else None
 
-    def count(self, *, drafted: int, accepted: int) -> None:
-        """Enter one verify step."""
+    @property
+    def wasted_draft_tokens(self) -> int:
+        """Drafts that cost work and gave no token."""
+        return self.draft_tokens - self.accepted_tokens + self.invalid_drafts
+
+    def count(self, *, drafted: int, accepted: int, invalid: int = 0) -> None:
+        """Enter one verify step. A step whose drafts were all invalid is listed with 0 and is no round."""
         self.steps += 1
+        self.invalid_drafts += invalid
+        if drafted or invalid:
+            self.per_step_drafted.append(drafted)
+            self.per_step_accepted.append(accepted)
         if not drafted:
             return
         self.rounds += 1

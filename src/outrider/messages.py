@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Raised when a message changes shape; both ends of a link compare it in their first frame."""
 
 
@@ -28,18 +28,48 @@ class FinishReason(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class AcceptanceRule(enum.StrEnum):
+    """How drafts of a sampled sequence are judged; a greedy one accepts while equal under any of them."""
+
+    COUPLED = "coupled"  # accept while equal to the target's own draw, which the drafter's noise anticipates
+    REJECTION = "rejection"  # the ratio test, token by token; needs draft_probs
+    BLOCK = "block"  # the ratio test over prefixes; needs draft_probs
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's distribution becomes a token. Temperature 0 is greedy, and so is less than 1e-5."""
+    """How the target's distribution becomes a token. Temperature 0 is greedy, and so is less than 1e-5.
+
+    Noise is keyed by (seed, choice, absolute position): see `sampling/noise.py`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0  # tokens below this share of the likeliest one's probability are cut
     seed: int = 0
+    choice: int = 0  # index among the n choices of one request
+    presence_penalty: float = 0.0  # taken off the logit of every token of the output so far
+    frequency_penalty: float = 0.0  # the same, times how often it is there
+    repetition_penalty: float = (
+        1.0  # divides positive logits of tokens of prompt and output, multiplies others
+    )
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    rule: AcceptanceRule = AcceptanceRule.COUPLED
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on which tokens were there before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether a draft can only be judged with the distribution that it was drawn from."""
+        return self.rule is not AcceptanceRule.COUPLED and not self.greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +78,35 @@ class Limits:
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # until so many are generated, `stop_token_ids` cannot be drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text must match, from the first generated token to the last."""
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf"]
+    text: str = ""  # the schema as JSON, the expression, or the grammar; empty for json_object
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """The distribution that each of K drafts was drawn from: its `width` likeliest tokens, as shipped.
+
+    The drafter draws from exactly these numbers, and the verifier divides by exactly these.
+    """
+
+    width: int  # N
+    token_ids: bytes  # (K, N) little-endian int32
+    probs: bytes  # (K, N) little-endian float32; each row sums to 1, padding has probability 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The target's own log-probabilities at one emitted token, before any processor."""
+
+    logprob: float  # of the emitted token
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest (token id, logprob), the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +136,8 @@ class Open:
     plan: Plan
     token: str = ""  # the lease's one-time token; the in-process link needs none
     traceparent: str | None = None
+    grammar: Grammar | None = None  # to the verifier only
+    logprobs: int | None = None  # to the verifier only: report each token's, and so many alternatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +174,7 @@ class Proposal:
     tokens: tuple[int, ...]
     draft_time: float = 0.0  # seconds the batch of drafts took
     queue_time: float = 0.0  # seconds the order waited
+    draft_probs: DraftProbs | None = None  # with rules that need them
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +185,7 @@ class VerifyOrder:
     epoch: int
     base_len: int
     tokens: tuple[int, ...]
+    draft_probs: DraftProbs | None = None  # with rules that need them
     traceparent: str | None = None
 
 
@@ -138,6 +201,10 @@ class Verdict:
     tokens: tuple[int, ...]
     drafted: int = 0  # draft tokens that were verified in this step
     accepted: int = 0  # the first `accepted` of `tokens` were drafts
+    invalid_drafts: int = (
+        0  # drafts of this round that never were: no token, bad draft_probs, not the grammar's
+    )
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where the sequence was opened with them
     finish: FinishReason | None = None
     error: str | None = None  # set together with FinishReason.ERROR
     cached_tokens: int = 0  # prompt tokens served from the prefix cache; on the first verdict only
