@@ -21,13 +21,16 @@ from torch import Tensor
 
 from outrider import models
 from outrider.config import SpeculativeConfig, Strict, parse
-from outrider.contracts import DraftContext, TargetInfo
+from outrider.contracts import Draft, DraftContext, TargetInfo
 from outrider.engine.blocks import BlockPool
-from outrider.engine.loading import load_model
+from outrider.engine.loading import load_model, parameter_count
 from outrider.engine.model import Batch, CausalModel, Span
 from outrider.errors import ConfigError
-from outrider.messages import SamplingParams
-from outrider.sampling.target import choose_tokens, finite_rows
+from outrider.messages import DraftProbs
+from outrider.sampling.draft import draw_drafts
+from outrider.sampling.draft_probs import pack
+from outrider.sampling.processors import Lane
+from outrider.sampling.target import finite_rows
 from outrider.speculation.compatibility import check_drafter
 
 logger = logging.getLogger(__name__)
@@ -100,15 +103,18 @@ class ModelDrafter:
                 max_model_len,
                 options.kv_cache_memory_bytes,
             )
+        self.parameters = parameter_count(folder)
         self.generator = DraftGenerator(
             model,
+            drafting=config.drafting,
+            top_n=config.draft_probs_top_n,
             num_blocks=num_blocks,
             vocab_size=target.vocab_size,
             max_model_len=max_model_len,
             max_rows=options.max_num_batched_tokens,
         )
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         return self.generator.propose(contexts)
 
     def forget(self, sequence: str) -> None:
@@ -137,11 +143,30 @@ class _Lane:
     """One context on its way through the forwards of a call."""
 
     cached: _Cached
+    context: DraftContext
     pending: list[int]  # tokens whose rows are still to be computed; the last one gives the next draft
-    sampling: SamplingParams
     wanted: int
     drafts: list[int] = field(default_factory=list)
+    ids: list[Tensor] = field(default_factory=list)  # (N,) a draft, where the rule needs draft_probs
+    probs: list[Tensor] = field(default_factory=list)
     done: bool = False
+
+    def sampling_lane(self) -> Lane:
+        """The row that draws the next draft: the drafts before it are output like any other."""
+        context = self.context
+        penalised = context.sampling.penalised
+        return Lane(
+            context.sampling,
+            len(context.tokens) + len(self.drafts),
+            prompt=context.tokens[: context.prompt_len] if penalised else (),
+            output=[*context.tokens[context.prompt_len :], *self.drafts] if penalised else (),
+        )
+
+    def draft(self) -> Draft:
+        shipped: DraftProbs | None = None
+        if self.ids:
+            shipped = pack(torch.stack(self.ids), torch.stack(self.probs))
+        return Draft(tuple(self.drafts), shipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +190,25 @@ class DraftGenerator:
     """
 
     def __init__(
-        self, model: CausalModel, *, num_blocks: int, vocab_size: int, max_model_len: int, max_rows: int
+        self,
+        model: CausalModel,
+        *,
+        num_blocks: int,
+        vocab_size: int,
+        max_model_len: int,
+        max_rows: int,
+        drafting: Literal["coupled", "probabilistic", "greedy"] = "coupled",
+        top_n: int = 64,
     ) -> None:
+        """`drafting` and `top_n` are those of `outrider.sampling.draft.draw_drafts`."""
         self.counts = DraftingCounts()
         self.pool = BlockPool(num_blocks, model.block_size, prefix_caching=False)
         self._model = model
         self._vocab_size = min(vocab_size, model.vocab_size)
         self._max_len = min(max_model_len, model.max_model_len, num_blocks * model.block_size)
         self._max_rows = max_rows
+        self._drafting = drafting
+        self._top_n = top_n
         self._cache: OrderedDict[str, _Cached] = OrderedDict()  # least recently used first
         model.allocate(num_blocks)
 
@@ -182,18 +218,21 @@ class DraftGenerator:
             self.pool.release(cached.blocks)
 
     @torch.inference_mode()
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Draft for every context that the model can take; the others get nothing, and are counted."""
-        answers: list[list[int]] = [[] for _ in contexts]
+        answers = [Draft() for _ in contexts]
         rooms = [self._room(context) for context in contexts]
         waiting = deque(index for index, wanted in enumerate(rooms) if wanted > 0)
         while waiting:  # once, unless the caches of the whole batch do not fit side by side
             wave: dict[str, _Lane] = {}
+            places: list[int] = []
             while waiting and (lane := self._admit(contexts[waiting[0]], rooms[waiting[0]], wave)):
                 index = waiting.popleft()
                 wave[contexts[index].sequence] = lane
-                answers[index] = lane.drafts
+                places.append(index)
             self._run(list(wave.values()))
+            for index, lane in zip(places, wave.values(), strict=True):
+                answers[index] = lane.draft()
         return answers
 
     def _room(self, context: DraftContext) -> int:
@@ -229,7 +268,7 @@ class DraftGenerator:
         del cached.tokens[kept:]
         self._cache[context.sequence] = cached
         self._cache.move_to_end(context.sequence)
-        return _Lane(cached, pending=tokens[kept:], sampling=context.sampling, wanted=wanted)
+        return _Lane(cached, context, pending=tokens[kept:], wanted=wanted)
 
     def _run(self, lanes: list[_Lane]) -> None:
         """Forward until every lane has its drafts."""
@@ -279,15 +318,17 @@ class DraftGenerator:
         )
 
     def _draw(self, lanes: Sequence[_Lane], logits: Tensor) -> None:
-        """Draw each lane's next draft with the target's own noise. logits: (L, V), a row for each lane."""
+        """Draw each lane's next draft by the rule of its request. logits: (L, V), a row for each lane."""
         sound = finite_rows(logits).tolist()
-        tokens = choose_tokens(
+        drawn = draw_drafts(
             logits,
-            [lane.sampling for lane in lanes],
-            [len(lane.cached.tokens) for lane in lanes],
-            self._vocab_size,
-        ).tolist()
-        for lane, token, finite in zip(lanes, tokens, sound, strict=True):
+            [lane.sampling_lane() for lane in lanes],
+            vocab_size=self._vocab_size,
+            rounds=[len(lane.context.tokens) for lane in lanes],
+            drafting=self._drafting,
+            top_n=self._top_n,
+        )
+        for row, (lane, token, finite) in enumerate(zip(lanes, drawn.tokens.tolist(), sound, strict=True)):
             if not finite:
                 self.counts.limited["nan"] += 1
                 lane.cached.tokens.clear()  # the NaN may sit in keys and values: compute them anew
@@ -295,6 +336,9 @@ class DraftGenerator:
                 continue
             lane.drafts.append(token)
             lane.pending.append(token)
+            if lane.context.sampling.needs_draft_probs and drawn.ids is not None and drawn.probs is not None:
+                lane.ids.append(drawn.ids[row])
+                lane.probs.append(drawn.probs[row])
             lane.done = len(lane.drafts) == lane.wanted
 
 

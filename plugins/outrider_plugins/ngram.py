@@ -14,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from outrider.config import SpeculativeConfig
-from outrider.contracts import DraftContext, TargetInfo
+from outrider.contracts import Draft, DraftContext, TargetInfo
 from outrider.errors import ConfigError
+from outrider.sampling.draft_probs import guess
 
 MAX_ENTRIES = 1 << 20
 """N-grams kept over all sequences, about 140 bytes each. Beyond it the sequence unused for longest is
@@ -74,9 +75,11 @@ class NgramDrafter:
         self._indexes: OrderedDict[str, SuffixIndex] = OrderedDict()  # least recently used first
         self._entries = 0
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         return [
-            self._index(context).continuation(context.num_tokens) if context.num_tokens > 0 else []
+            guess(self._index(context).continuation(context.num_tokens), context.sampling)
+            if context.num_tokens > 0
+            else Draft()
             for context in contexts
         ]
 

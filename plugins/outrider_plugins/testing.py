@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.config import SpeculativeConfig
-from outrider.contracts import DraftContext, TargetInfo
+from outrider.contracts import Draft, DraftContext, TargetInfo
 from outrider.errors import ConfigError
+from outrider.sampling.draft_probs import guess
 
 
 class Continuations:
@@ -49,8 +50,11 @@ class OracleDrafter:
         _refuse_unknown_keys(config, {"continuations"})
         self._truth = _continuations(config, target, required=True)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        return [list((self._truth.after(context.tokens) or ())[: context.num_tokens]) for context in contexts]
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [
+            guess((self._truth.after(context.tokens) or ())[: context.num_tokens], context.sampling)
+            for context in contexts
+        ]
 
     def forget(self, sequence: str) -> None:
         """Nothing is kept."""
@@ -75,8 +79,8 @@ class AntiDrafter:
                 f"speculative_config.extra.out_of_range: true or false (got {self._out_of_range!r})"
             )
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        return [self._drafts(context)[: context.num_tokens] for context in contexts]
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [guess(self._drafts(context)[: context.num_tokens], context.sampling) for context in contexts]
 
     def forget(self, sequence: str) -> None:
         """Nothing is kept."""
@@ -122,8 +126,8 @@ class ScriptedDrafter:
         self._accept = tuple(accept)
         self._scripts: dict[str, _Script] = {}
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        return [self._drafts(context)[: context.num_tokens] for context in contexts]
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [guess(self._drafts(context)[: context.num_tokens], context.sampling) for context in contexts]
 
     def forget(self, sequence: str) -> None:
         self._scripts.pop(sequence, None)

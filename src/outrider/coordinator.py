@@ -16,7 +16,7 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from outrider.config import RouterOptions
@@ -26,6 +26,9 @@ from outrider.generation import Chunk, GenerationRequest, GenerationStats
 from outrider.messages import FinishReason, FromDrafter, FromVerifier, LegLost, Limits, Open, Resync, Verdict
 from outrider.speculation.sequential import Committed, SequentialRounds
 from outrider.text import TextStream, Tokenizer
+
+PREDICTED_TOKENS = 8
+"""K of a request that comes with a prediction, where the service itself drafts nothing."""
 
 REHOMES_ALLOWED = 3
 """Leases a request may lose on one leg before it fails (verifier) or stays plain (drafter)."""
@@ -82,15 +85,54 @@ class Coordinator:
                 f"{request.max_draft_tokens} draft tokens: ask for 0 (plain decoding) or more",
                 param="speculative",
             )
+        self._refuse_contradictions(request)
         return Generation(self, f"{self._prefix}-{next(self._numbers)}", request)
+
+    def _refuse_contradictions(self, request: GenerationRequest) -> None:
+        """Fields that are fine alone and cannot all be honoured together, and ids that are no tokens."""
+        size = self.target.vocab_size
+        for param, ids in (
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
+        ):
+            for token in ids:
+                if not 0 <= token < size:
+                    raise RequestError(
+                        f"{param}: {token} is no token of this model; ids go from 0 to {size - 1}",
+                        param=param,
+                    )
+        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+            raise RequestError(
+                f"min_tokens {request.min_tokens} is above max_tokens {request.max_tokens}: lower the first",
+                param="min_tokens",
+            )
+        if request.prediction and request.max_draft_tokens == 0:
+            raise RequestError(
+                "prediction is a source of drafts, and this request forbids drafts: leave one of them out",
+                param="prediction",
+            )
+        if request.grammar is not None:
+            for param, given in (
+                ("stop", request.stop),
+                ("stop_token_ids", request.stop_token_ids),
+                ("ignore_eos", request.ignore_eos),
+                ("min_tokens", request.min_tokens),
+            ):
+                if given:
+                    raise RequestError(
+                        f"{param} cannot be honoured with a grammar, which says where the text ends: leave "
+                        "one of them out",
+                        param=param,
+                    )
 
     def planned_drafts(self, request: GenerationRequest) -> int:
         """K for a request: the service's, or less where the request asks for less."""
+        planned = PREDICTED_TOKENS if request.prediction else 0
         config = self.options.speculative_config
-        if config is None or (self.drafter is None and self.drafters is None):
-            return 0
+        if config is not None and (self.drafter is not None or self.drafters is not None):
+            planned = config.num_speculative_tokens
         asked = request.max_draft_tokens
-        return config.num_speculative_tokens if asked is None else min(asked, config.num_speculative_tokens)
+        return planned if asked is None else min(asked, planned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +156,10 @@ class Generation:
 
     def __init__(self, coordinator: Coordinator, sequence: str, request: GenerationRequest) -> None:
         self.sequence = sequence
+        config = coordinator.options.speculative_config
+        if config is not None:
+            sampling = replace(request.sampling, rule=config.rejection_sample_method)
+            request = replace(request, sampling=sampling)
         self.request = request
         self.stats = GenerationStats(prompt_tokens=len(request.prompt))
         self._coordinator = coordinator
@@ -122,13 +168,17 @@ class Generation:
         room = coordinator.target.max_model_len - len(request.prompt)
         self._limits = Limits(
             max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
-            stop_token_ids=coordinator.tokenizer.eos_token_ids,
+            stop_token_ids=request.stop_token_ids
+            + (() if request.ignore_eos else coordinator.tokenizer.eos_token_ids),
+            min_tokens=request.min_tokens,
         )
+        planner = self._options.planner
+        ratio = request.sampling.needs_draft_probs
         self._rounds = SequentialRounds(
             sequence,
             request,
             num_tokens=num_tokens,
-            gate_s=self._options.planner.gate_ms / 1000,
+            gate_s=planner.draft_timeout_s if ratio else planner.gate_ms / 1000,
             drafter=coordinator.drafter if num_tokens else None,
             stats=self.stats,
         )
@@ -148,7 +198,7 @@ class Generation:
     async def _run(self) -> AsyncGenerator[Chunk, None]:
         started = time.monotonic()
         deadline = started + self._options.limits.request_timeout_s
-        text = TextStream(self._coordinator.tokenizer, self.request.stop)
+        text = TextStream(self._coordinator.tokenizer, self.request.stop, min_tokens=self.request.min_tokens)
         finish: FinishReason | None = None
         self._coordinator.active += 1
         try:
@@ -158,15 +208,24 @@ class Generation:
             self.stats.queue_time += time.monotonic() - started
             while finish is None:
                 progress = await self._next_progress(deadline)
-                tokens, drafted = progress.committed.tokens, progress.committed.drafted
+                committed = progress.committed
+                tokens, drafted = committed.tokens, committed.drafted
                 piece = text.feed(tokens)
+                if committed.predicted:  # what stands behind a stop string was no use
+                    self.stats.accepted_prediction_tokens -= sum(drafted[piece.used :])
                 finish = FinishReason.STOP if piece.stopped else progress.finish
                 tail = text.finish() if finish is not None and not piece.stopped else ""
                 if not self.stats.completion_tokens:
                     self.stats.time_to_first_token = time.monotonic() - started
                 self.stats.completion_tokens += piece.used
                 self.stats.duration = time.monotonic() - started
-                yield Chunk(piece.text + tail, tokens[: piece.used], drafted[: piece.used], finish)
+                yield Chunk(
+                    piece.text + tail,
+                    tokens[: piece.used],
+                    drafted[: piece.used],
+                    finish,
+                    logprobs=committed.logprobs[: piece.used],
+                )
         finally:
             self._coordinator.active -= 1
             self.stats.duration = time.monotonic() - started
@@ -212,7 +271,11 @@ class Generation:
     # ---- the verifier's leg
 
     async def _lease_verifier(self, deadline: float) -> None:
-        opening = self._opening(self._rounds.verify_epoch)
+        opening = replace(
+            self._opening(self._rounds.verify_epoch),
+            grammar=self.request.grammar,
+            logprobs=self.request.logprobs,
+        )
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 leg = await self._coordinator.verifiers.lease(opening, self._on_verifier)

@@ -75,6 +75,11 @@ class Tokenizer:
         """Every id that ends a generation, the tokenizer's own first."""
 
     @property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """The tokenizer that is wrapped, for libraries that want transformers' own."""
+        return self._hf
+
+    @property
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
@@ -241,9 +246,11 @@ class TextPiece:
 class TextStream:
     """One generation's tokens to its text, stop strings cut off."""
 
-    def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+        """The text of the first `min_tokens` tokens is not searched for stop strings, as in vLLM."""
         self._detokenizer = IncrementalDetokenizer(decoder)
         self._stop = StopStrings(stop) if stop else None
+        self._exempt = min_tokens
 
     def feed(self, tokens: Sequence[int]) -> TextPiece:
         """Add a block of committed tokens. Nothing may be fed once a piece said `stopped`."""
@@ -251,7 +258,12 @@ class TextStream:
             return TextPiece(self._detokenizer.feed(tokens), len(tokens), stopped=False)
         pieces = []
         for index, token in enumerate(tokens):
-            pieces.append(self._stop.feed(self._detokenizer.feed((token,))))
+            text = self._detokenizer.feed((token,))
+            if self._exempt:
+                self._exempt -= 1
+                pieces.append(text)
+                continue
+            pieces.append(self._stop.feed(text))
             if self._stop.stopped:
                 return TextPiece("".join(pieces), index + 1, stopped=True)
         return TextPiece("".join(pieces), len(tokens), stopped=False)

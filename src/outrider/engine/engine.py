@@ -17,11 +17,17 @@ from outrider.engine.blocks import BlockPool, chain_digest
 from outrider.engine.model import Batch, CausalModel, Span
 from outrider.engine.scheduler import Scheduler, Work
 from outrider.engine.sequence import Sequence
+from outrider.engine.verification import verify
+from outrider.grammar import GrammarCompiler
 from outrider.messages import Close, FinishReason, Open, Plan, Resync, ToVerifier, Verdict, VerifyOrder
-from outrider.sampling.acceptance import count_accepted
-from outrider.sampling.target import choose_tokens, finite_rows
 
 Event: TypeAlias = Verdict | Resync
+
+COMPILE_TIMEOUT_S = 30.0
+"""Seconds that a sequence waits for its grammar."""
+
+COMPILE_POLL_S = 0.005
+"""Seconds between two looks at a grammar, where nothing else is to be done."""
 
 SIGN_OF_LIFE_S = 1.0
 """Seconds after which a sequence that got no token is told that the verifier still works on it."""
@@ -41,16 +47,11 @@ class EngineStats:
     rows: int
     cancelled: int
     failed: int  # sequences ended by an error of their own
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """What one sequence's rows gave."""
-
-    tokens: list[int]  # the accepted drafts, then the recovered or bonus token
-    accepted: int
-    finite: bool  # the rows that count have finite logits
-    poisoned: bool  # some row has not: a rejected draft may have left a NaN in the cache
+    draft_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0
+    invalid_tokens: int = 0  # drafts that could not be verified: no token of the vocabulary
+    invalid_draft_probs: int = 0  # no sound distribution where the rule needs one
+    invalid_grammar: int = 0  # forbidden by the request's grammar
 
 
 class Engine:
@@ -66,8 +67,12 @@ class Engine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         prefix_caching: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`vocab_size` is the tokenizer's: ids from there on are padding, neither drawn nor accepted."""
+        """`vocab_size` is the tokenizer's: ids from there on are padding, neither drawn nor accepted.
+
+        Without `grammars`, a sequence that comes with a grammar ends with an error.
+        """
         self.model = model
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -78,11 +83,13 @@ class Engine:
             self.pool,
             max_num_seqs=max_num_seqs,
             max_rows=max_num_batched_tokens,
-            vocab_size=vocab_size,
             max_model_len=max_model_len,
         )
+        self._grammars = grammars
         self._sequences: dict[str, Sequence] = {}
         self._steps = self._rows = self._cancelled = self._failed = 0
+        self._draft_tokens = self._accepted_tokens = 0
+        self._invalid_tokens = self._invalid_draft_probs = self._invalid_grammar = 0
 
     @property
     def busy(self) -> bool:
@@ -101,6 +108,11 @@ class Engine:
             rows=self._rows,
             cancelled=self._cancelled,
             failed=self._failed,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
+            invalid_tokens=self._invalid_tokens,
+            invalid_draft_probs=self._invalid_draft_probs,
+            invalid_grammar=self._invalid_grammar,
         )
 
     # ---- messages
@@ -137,6 +149,10 @@ class Engine:
             return [self._failure(sequence, f"{len(sequence.tokens)} tokens do not fit {self.max_model_len}")]
         if not all(0 <= token < self.vocab_size for token in sequence.tokens):
             return [self._failure(sequence, f"a token id is outside 0..{self.vocab_size - 1}")]
+        if message.grammar is not None:
+            if self._grammars is None:
+                return [self._failure(sequence, "this verifier compiles no grammars")]
+            sequence.compiling = self._grammars.submit(message.grammar)
         self._sequences[sequence.name] = sequence
         self._scheduler.waiting.append(sequence)
         return []
@@ -149,13 +165,15 @@ class Engine:
             return [Resync(order.sequence, order.epoch, committed_len=len(sequence.tokens))]
         missed = tuple(sequence.tokens[order.base_len :])
         if not missed:
-            sequence.drafts = order.tokens
+            sequence.order(order.tokens, order.draft_probs)
             return []
-        # Late: its tail still counts if it begins with what was committed meanwhile.
+        # Late: its tail still counts if it begins with what was committed meanwhile. Not under a ratio rule:
+        # whether it does depends on what was drawn.
         tail = order.tokens[len(missed) :]
-        if tail and order.tokens[: len(missed)] == missed:
-            sequence.drafts = tail
-        return [Verdict(order.sequence, order.epoch, order.base_len, tokens=missed)]
+        if tail and order.tokens[: len(missed)] == missed and not sequence.sampling.needs_draft_probs:
+            sequence.order(tail, None)
+        reported = sequence.logprobs_from(order.base_len)
+        return [Verdict(order.sequence, order.epoch, order.base_len, tokens=missed, logprobs=reported)]
 
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.name]
@@ -164,16 +182,24 @@ class Engine:
     # ---- steps
 
     def gate(self, now: float) -> float:
-        """Seconds that the next step may still wait for orders; 0 when it should start."""
+        """Seconds that the next step may still wait for orders or a grammar; 0 when it should start."""
+        scheduler = self._scheduler
+        if not scheduler.running and scheduler.waiting:
+            unready = [s for s in scheduler.waiting if s.compiling and not s.compiling.done()]
+            if len(unready) == len(scheduler.waiting):
+                left = min(s.opened_at + COMPILE_TIMEOUT_S - now for s in unready)
+                return max(0.0, min(left, COMPILE_POLL_S))
         gates = [s.gate_opens_at - now for s in self._scheduler.running if s.gated]
         return max(0.0, *gates) if gates else 0.0
 
     def step(self) -> list[Event]:
-        """Schedule, forward, draw, accept, commit."""
+        """Take grammars in, sift drafts, schedule, forward, verify, commit."""
         started = time.monotonic()
+        failures = self._take_grammars(started)
+        self._sift_drafts()
         works = self._scheduler.next_step(started)
         if not works:
-            return []
+            return failures
         logits = self.model.forward(self._batch(works))
         verdicts = self._commit(works, logits)
         ended = time.monotonic()
@@ -188,7 +214,38 @@ class Engine:
             replace(verdict, batch=len(works), batch_tokens=rows, step_time=ended - started)
             for verdict in verdicts
         ]
-        return events + self._signs_of_life(ended)
+        return failures + events + self._signs_of_life(ended)
+
+    def _take_grammars(self, now: float) -> list[Event]:
+        """Give waiting sequences the grammars that are compiled; end those whose grammar failed or is
+        late."""
+        failures: list[Event] = []
+        for sequence in [s for s in self._scheduler.waiting if s.compiling is not None]:
+            reason: str | None = None
+            compiling = sequence.compiling
+            assert compiling is not None
+            if compiling.done():
+                try:
+                    sequence.grammar = compiling.result()
+                    sequence.grammar.advance(sequence.tokens[sequence.prompt_len :])
+                    sequence.compiling = None
+                except Exception as error:  # noqa: BLE001 - the library's, about the request's own grammar
+                    reason = f"the grammar cannot be used: {error}"
+            elif now - sequence.opened_at >= COMPILE_TIMEOUT_S:
+                compiling.cancel()
+                reason = f"the grammar took longer than {COMPILE_TIMEOUT_S:g} s to compile"
+            if reason is not None:
+                self._remove(sequence)
+                failures.append(self._failure(sequence, reason))
+        return failures
+
+    def _sift_drafts(self) -> None:
+        for sequence in self._scheduler.running:
+            if sequence.drafts and sequence.decoding:
+                sifted = sequence.sift(self.vocab_size)
+                self._invalid_tokens += sifted.tokens
+                self._invalid_draft_probs += sifted.draft_probs
+                self._invalid_grammar += sifted.grammar
 
     def _signs_of_life(self, now: float) -> list[Event]:
         """An empty verdict for who waits for memory or is still prefilling: silence means a lost verifier."""
@@ -225,7 +282,7 @@ class Engine:
         return Batch(rows, at, tuple(spans), wanted)
 
     def _commit(self, works: list[Work], logits: Tensor) -> list[Verdict]:
-        """Draw the target's token for every logit row, accept drafts while equal, and append."""
+        """Verify what is complete, and append what it gave."""
         complete = [work for work in works if work.complete]
         for work in works:
             if not work.complete:
@@ -233,16 +290,25 @@ class Engine:
         if not complete:
             return []
         verdicts = []
-        for work, drawn in zip(complete, self._verify(complete, logits), strict=True):
+        blocks = [work.sequence.block(work.drafts) for work in complete]
+        for work, outcome in zip(complete, verify(logits, blocks, self.vocab_size), strict=True):
             sequence = work.sequence
-            sequence.drafts = None
-            if not drawn.finite:
+            invalid = sequence.invalid_drafts
+            sequence.order(None, None)
+            if not outcome.finite:
                 self._remove(sequence)
                 verdicts.append(self._failure(sequence, "the model's logits are not finite numbers"))
                 continue
             base_len = len(sequence.tokens)
-            committed, finish = sequence.commit(drawn.tokens, self.max_model_len)
+            committed, finish = sequence.commit(outcome.tokens, self.max_model_len)
             sequence.cached = base_len + len(committed) - 1
+            reported = outcome.logprobs[: len(committed)]
+            sequence.reported_logprobs += reported
+            if sequence.grammar is not None and finish is None:
+                sequence.grammar.advance(committed)
+            self._draft_tokens += len(work.drafts)
+            accepted = min(outcome.accepted, len(committed))
+            self._accepted_tokens += accepted
             self._publish(sequence)
             verdicts.append(
                 Verdict(
@@ -251,7 +317,9 @@ class Engine:
                     base_len,
                     tokens=tuple(committed),
                     drafted=len(work.drafts),
-                    accepted=min(drawn.accepted, len(committed)),
+                    accepted=accepted,
+                    invalid_drafts=invalid,
+                    logprobs=reported,
                     finish=finish,
                     cached_tokens=0 if sequence.reported else sequence.prefix_hit,
                     queue_time=0.0 if sequence.reported else sequence.queue_time or 0.0,
@@ -260,36 +328,9 @@ class Engine:
             sequence.reported = True
             if finish is not None:
                 self._remove(sequence)
-            elif drawn.poisoned:
+            elif outcome.poisoned:
                 self._scheduler.preempt(sequence)  # its cache holds a NaN: compute it anew
         return verdicts
-
-    def _verify(self, works: list[Work], logits: Tensor) -> list[_Drawn]:
-        """Draw for every logit row, accept, and bring the outcome over in one transfer from the device."""
-        sampling = [work.sequence.sampling for work in works for _ in range(len(work.drafts) + 1)]
-        positions = [
-            len(work.sequence.tokens) + offset for work in works for offset in range(len(work.drafts) + 1)
-        ]
-        drawn = choose_tokens(logits, sampling, positions, self.vocab_size)
-        finite = finite_rows(logits[:, : self.vocab_size])
-        width = max(len(work.drafts) for work in works) + 1
-        counts = torch.tensor([len(work.drafts) for work in works], device=drawn.device)
-        ends = (counts + 1).cumsum(0)
-        column = torch.arange(width, device=drawn.device)
-        rows = (ends - counts - 1).unsqueeze(1) + column
-        rows = rows.minimum((ends - 1).unsqueeze(1))  # short sequences repeat their last row as padding
-        padded = [list(work.drafts) + [0] * (width - 1 - len(work.drafts)) for work in works]
-        drafts = torch.tensor(padded, dtype=torch.int64, device=drawn.device).view(len(works), width - 1)
-        targets = drawn[rows]
-        accepted = count_accepted(targets, drafts, counts)
-        # What a rejected draft did to the rows behind it is no fault of the request.
-        kept = (finite[rows] | (column > accepted.unsqueeze(1))).all(dim=1)
-        clean = finite[rows].all(dim=1)
-        outcome = torch.stack([accepted, kept.long(), clean.long()], dim=1)
-        return [
-            _Drawn(row[: row[width] + 1], row[width], bool(row[-2]), not row[-1])
-            for row in torch.cat([targets, outcome], dim=1).tolist()
-        ]
 
     def _publish(self, sequence: Sequence) -> None:
         """Name the blocks that are full of committed tokens, for others to share."""

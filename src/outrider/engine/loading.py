@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ def target_info(args: EngineArgs) -> TargetInfo:
         max_model_len=context_length(args, config),
         dtype=_dtype_name(args.dtype, config),
         device=_device_name(args.device),
+        parameters=parameter_count(folder),
     )
 
 
@@ -64,8 +66,11 @@ def load_engine(args: EngineArgs) -> Engine:
             f"the KV cache holds {room} tokens and max_model_len is {target.max_model_len}: one sequence "
             "must always fit; raise kv_cache_memory_bytes (or num_kv_blocks) or lower max_model_len"
         )
+    from outrider.grammar import GrammarCompiler
+
     return Engine(
         model,
+        grammars=GrammarCompiler(target.model, vocab_size=target.vocab_size),
         num_blocks=num_blocks,
         vocab_size=target.vocab_size,
         max_model_len=target.max_model_len,
@@ -107,6 +112,23 @@ def text_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return {**config, **config.get("text_config", {})}
+
+
+def parameter_count(folder: Path) -> int:
+    """Weights that a token passes through, from the headers of the checkpoint's files; 0 where it has none.
+
+    An input embedding that is only looked up is left out; where it is the output head too, it counts once.
+    """
+    from safetensors import safe_open
+
+    sizes: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a file handle, not a dict
+                sizes[name] = math.prod(file.get_slice(name).get_shape())
+    heads = [name for name in sizes if name.endswith("lm_head.weight")]
+    lookups = [name for name in sizes if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    return sum(sizes.values()) - (sum(sizes[name] for name in lookups) if heads else 0)
 
 
 def context_length(args: EngineArgs, config: dict[str, Any]) -> int:

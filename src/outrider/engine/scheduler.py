@@ -36,16 +36,13 @@ class Work:
 class Scheduler:
     """Admission, rows and preemption over one block pool."""
 
-    def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_rows: int, vocab_size: int, max_model_len: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_rows: int, max_model_len: int) -> None:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest admission first
         self.preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._max_rows = max_rows
-        self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
     def next_step(self, now: float) -> list[Work]:
@@ -60,7 +57,8 @@ class Scheduler:
         chosen: list[Work] = []
         for index, sequence in enumerate(decoding):
             share = for_drafts // (len(decoding) - index)
-            drafts = sequence.usable_drafts(self._vocab_size, self._max_model_len)[:share]
+            # By counts alone: under the ratio rules a cut that looks at tokens would bias the text.
+            drafts = sequence.usable_drafts(self._max_model_len)[:share]
             for_drafts -= len(drafts)
             self._choose(Work(sequence, 1, drafts), chosen)
         room = self._max_rows - sum(work.rows for work in chosen)
@@ -92,13 +90,14 @@ class Scheduler:
         self._free(sequence)
 
     def _admit(self, now: float) -> None:
-        while self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
+        ready = deque(sequence for sequence in self.waiting if sequence.compiling is None)
+        while ready and len(self.running) < self._max_num_seqs:
+            sequence = ready.popleft()
             shared = self.pool.shared_prefix(sequence.tokens)
             if self._promised(sequence) - len(shared) > self._unpromised() and self.running:
                 self.pool.release(shared)
                 return  # running sequences will free blocks; alone, a sequence always fits
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.blocks = shared
             sequence.cached = len(shared) * self.pool.block_size
             if sequence.queue_time is None:

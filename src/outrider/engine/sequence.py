@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from outrider.messages import FinishReason, Limits, Open, Plan, SamplingParams
+from outrider.engine.verification import Block
+from outrider.grammar import GrammarState
+from outrider.messages import DraftProbs, FinishReason, Limits, Open, Plan, SamplingParams, TokenLogprobs
+from outrider.sampling.draft_probs import CheckedProbs, check
+from outrider.sampling.processors import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """Drafts that were cut, by reason."""
+
+    tokens: int = 0  # no token of the vocabulary, or behind one
+    draft_probs: int = 0  # no sound distribution, or behind one
+    grammar: int = 0  # the grammar forbids them
 
 
 @dataclass(slots=True)
@@ -19,11 +33,19 @@ class Sequence:
     limits: Limits
     plan: Plan
     opened_at: float  # seconds, time.monotonic
+    logprobs: int | None = None  # report each token's, and so many alternatives
+    reported_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens from `opened_len` on
+    opened_len: int = 0  # tokens it was opened with
+    compiling: Future[GrammarState] | None = None  # the grammar, until it is there
+    grammar: GrammarState | None = None  # advanced over all committed tokens
     blocks: list[int] = field(default_factory=list)
     cached: int = 0  # leading tokens whose keys and values are in the blocks
     published: int = 0  # full blocks named in the pool
     digest: bytes = b""  # of the last published block
     drafts: tuple[int, ...] | None = None  # this round's order; None: not yet given
+    draft_probs: DraftProbs | None = None  # as they came with the order
+    checked_probs: CheckedProbs | None = None  # what is good of them, under rules that need them
+    invalid_drafts: int = 0  # of this round's order, sifted out
     gate_opens_at: float = 0.0  # when a gated sequence stops waiting for its order
     prefix_hit: int = 0  # prompt tokens found in the cache at first admission
     queue_time: float | None = None  # seconds until first admitted
@@ -42,6 +64,8 @@ class Sequence:
             plan=message.plan,
             opened_at=now,
             heard_at=now,
+            logprobs=message.logprobs,
+            opened_len=len(message.prompt) + len(message.committed),
         )
 
     @property
@@ -58,6 +82,58 @@ class Sequence:
         """Waits for an order before it steps."""
         return self.plan.num_tokens > 0 and self.decoding and self.drafts is None
 
+    def order(self, drafts: tuple[int, ...] | None, draft_probs: DraftProbs | None) -> None:
+        """Take this round's drafts; None: the round is over, and the next order not yet given."""
+        self.drafts, self.draft_probs = drafts, draft_probs
+        self.checked_probs, self.invalid_drafts = None, 0
+
+    def sift(self, vocab_size: int) -> Sifted:
+        """Cut this round's drafts to those that can be verified; says what was cut, and why.
+
+        Under the ratio rules the first draft that the grammar forbids stays: the target gives it no
+        probability, so it is rejected like any other and recovered from the residual.
+        """
+        drafts = self.drafts or ()
+        ratio = self.sampling.needs_draft_probs
+        bad_probs = 0
+        if ratio and drafts:
+            self.checked_probs = check(self.draft_probs, drafts, vocab_size)
+            bad_probs = len(drafts) - self.checked_probs.rows
+            drafts = drafts[: self.checked_probs.rows]
+        real = next((i for i, token in enumerate(drafts) if not 0 <= token < vocab_size), len(drafts))
+        bad_tokens = len(drafts) - real
+        drafts = drafts[:real]
+        forbidden = 0
+        if self.grammar is not None and drafts:
+            legal = self.grammar.allowed_prefix(drafts) + ratio
+            forbidden = max(0, len(drafts) - legal)
+            drafts = drafts[:legal]
+        if self.drafts is not None:
+            self.drafts = drafts
+        self.invalid_drafts += bad_probs + bad_tokens + forbidden
+        return Sifted(bad_tokens, bad_probs, forbidden)
+
+    def block(self, drafts: tuple[int, ...]) -> Block:
+        """The newest token's row and those of `drafts`, for the verification."""
+        completed = self.completion_len
+        lane = Lane(
+            self.sampling,
+            len(self.tokens),
+            drafts,
+            prompt=self.tokens[: self.prompt_len] if self.sampling.penalised else (),
+            output=self.tokens[self.prompt_len :] if self.sampling.penalised else (),
+            banned=self.limits.stop_token_ids,
+            banned_rows=min(max(0, self.limits.min_tokens - completed), 1 + len(drafts)),
+            grammar=None if self.grammar is None else self.grammar.masks(drafts),
+        )
+        return Block(lane, self.checked_probs, self.logprobs)
+
+    def logprobs_from(self, position: int) -> tuple[TokenLogprobs, ...]:
+        """What was reported of the tokens from `position` on; nothing where that is not known here."""
+        if self.logprobs is None or position < self.opened_len:
+            return ()
+        return tuple(self.reported_logprobs[position - self.opened_len :])
+
     def commit(self, new_tokens: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
         """Append what plain decoding would have: up to a stop id, max_tokens or the end of the context.
 
@@ -71,15 +147,11 @@ class Sequence:
                 return new_tokens[:count], FinishReason.LENGTH
         return new_tokens, None
 
-    def usable_drafts(self, vocab_size: int, max_model_len: int) -> tuple[int, ...]:
-        """This round's drafts, cut to what the plan, the vocabulary and the lengths leave room for."""
+    def usable_drafts(self, max_model_len: int) -> tuple[int, ...]:
+        """This round's drafts, cut to what the plan and the lengths leave room for: counts, never tokens."""
         room = min(
             self.plan.num_tokens,
             self.limits.max_tokens - self.completion_len - 1,
             max_model_len - len(self.tokens) - 1,
         )
-        drafts = (self.drafts or ())[: max(room, 0)]
-        for index, token in enumerate(drafts):
-            if not 0 <= token < vocab_size:
-                return drafts[:index]
-        return drafts
+        return (self.drafts or ())[: max(room, 0)]

@@ -1,19 +1,18 @@
-"""From logits to the token that a distribution draws at a position.
+"""From processed logits to the target's token at each row, or to its probabilities.
 
-Under the coupled rule the token at a position is `argmax(log probs + noise(seed, position, token))`, for the
-target and for a drafter alike; greedy is the same without noise. Shapes: L rows, V vocabulary.
+Under the coupled rule the token at a position is `argmax(log probs + noise(seed, choice, position, token))`,
+for the target and for a drafter alike; greedy is the same without noise. Shapes: L rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.messages import SamplingParams
-from outrider.sampling.noise import gumbel, row_key
+from outrider.sampling.noise import draw, row_key
+from outrider.sampling.processors import Lane
 
 
 def finite_rows(logits: Tensor) -> Tensor:
@@ -21,49 +20,33 @@ def finite_rows(logits: Tensor) -> Tensor:
     return torch.isfinite(logits.amax(dim=-1))
 
 
-def choose_tokens(
-    logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int
-) -> Tensor:
+def choose_tokens(processed: Tensor, lanes: Sequence[Lane]) -> Tensor:
     """The token each row draws: (L,) int64, on the logits' device.
 
-    logits: (L, V) float32; `positions[i]` is the absolute index of the token that row i draws; ids from
-    `vocab_size` on are padding and are never drawn. Processors in the order users know from transformers
-    and vLLM: temperature, top_k, top_p.
+    processed: (L, V) float32, what `processors.process` leaves of the lanes' rows.
     """
-    logits = logits[:, :vocab_size]
-    chosen = logits.argmax(dim=-1)
-    sampled = [row for row, params in enumerate(sampling) if not params.greedy]
-    if sampled:
-        rows = torch.tensor(sampled, device=logits.device)
-        chosen[rows] = _draw(
-            logits[rows], [sampling[row] for row in sampled], [positions[row] for row in sampled]
-        )
-    return chosen
+    rows = [(lane, offset) for lane in lanes for offset in range(lane.rows)]
+    sampled = [row for row, (lane, _) in enumerate(rows) if not lane.sampling.greedy]
+    if not sampled:
+        return processed.argmax(dim=-1)
+    temperatures = [rows[row][0].temperature for row in sampled]
+    keys = [
+        row_key(lane.sampling.seed, lane.sampling.choice, lane.position + offset)
+        for lane, offset in (rows[row] for row in sampled)
+    ]
+    if len(sampled) == len(rows):
+        return draw(processed, temperatures, keys)
+    at = torch.tensor(sampled, device=processed.device)
+    return processed.argmax(dim=-1).index_copy(0, at, draw(processed[at], temperatures, keys))
 
 
-def _draw(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    temperature = torch.tensor(
-        [params.temperature for params in sampling], dtype=torch.float64, device=logits.device
-    )
-    log_weights = logits.double() / temperature.unsqueeze(1)
-    keys = [row_key(params.seed, position) for params, position in zip(sampling, positions, strict=True)]
-    if all(params.top_k is None and params.top_p >= 1.0 for params in sampling):
-        tokens = torch.arange(logits.shape[1], device=logits.device)
-        return (log_weights + gumbel(keys, tokens)).argmax(dim=-1)
-    kept, tokens = _truncated(log_weights, sampling)
-    winner = (kept + gumbel(keys, tokens)).argmax(dim=-1, keepdim=True)
-    return tokens.gather(1, winner).squeeze(1)
-
-
-def _truncated(log_weights: Tensor, sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Sort, and cut by top_k, then by top_p. Returns kept log weights (-inf where cut) and their ids."""
-    width = log_weights.shape[1]
-    limits = [min(params.top_k or width, width) for params in sampling]
-    kept, tokens = log_weights.topk(max(limits), dim=-1)
-    rank = torch.arange(kept.shape[1], device=kept.device)
-    kept = kept.masked_fill(rank >= torch.tensor(limits, device=kept.device).unsqueeze(1), -math.inf)
-    top_p = torch.tensor([params.top_p for params in sampling], dtype=kept.dtype, device=kept.device)
-    probs = kept.softmax(dim=-1)
-    # A token stays while the mass before it is below top_p: the first one always does.
-    before = probs.cumsum(dim=-1) - probs
-    return kept.masked_fill((before >= top_p.unsqueeze(1)) & (rank > 0), -math.inf), tokens
+def target_probs(processed: Tensor, lanes: Sequence[Lane]) -> Tensor:
+    """The distribution each row draws from: (L, V) float32; all mass on the likeliest token where greedy."""
+    heat = [lane.temperature for lane in lanes for _ in range(lane.rows)]
+    temperature = torch.tensor(heat, dtype=torch.float64, device=processed.device)
+    probs = (processed.double() / temperature.unsqueeze(1)).softmax(dim=-1).float()
+    greedy = [lane.sampling.greedy for lane in lanes for _ in range(lane.rows)]
+    if any(greedy):
+        certain = torch.zeros_like(probs).scatter_(1, processed.argmax(dim=-1, keepdim=True), 1.0)
+        probs = torch.where(torch.tensor(greedy, device=probs.device).unsqueeze(1), certain, probs)
+    return probs

@@ -12,11 +12,11 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.contracts import DraftContext, Drafter
+from outrider.contracts import Draft, DraftContext, Drafter
 from outrider.messages import Close, DraftOrder, Open, Proposal, Resync, SamplingParams, ToDrafter
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class _Sequence:
     epoch: int
     tokens: tuple[int, ...]  # a tuple, so that a plugin can neither change it nor see it change
     sampling: SamplingParams
+    prompt_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,10 @@ class DrafterLoop:
         if known is not None and message.epoch == known.epoch:
             return  # delivered twice: what we know may be further along
         self._sequences[message.sequence] = _Sequence(
-            epoch=message.epoch, tokens=message.prompt + message.committed, sampling=message.sampling
+            epoch=message.epoch,
+            tokens=message.prompt + message.committed,
+            sampling=message.sampling,
+            prompt_len=len(message.prompt),
         )
         self._waiting.pop(message.sequence, None)
 
@@ -208,46 +212,58 @@ class DrafterLoop:
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything, and its drafts are only hints
             self.stats.errors += 1
             self._complain("failed a batch", error)
-            drafts = [() for _ in orders]
+            drafts = [Draft() for _ in orders]
         draft_time = time.monotonic() - began
         self.stats.batches += 1
         self.stats.orders += len(orders)
-        self.stats.draft_tokens += sum(map(len, drafts))
+        self.stats.draft_tokens += sum(len(draft.tokens) for draft in drafts)
         return [
             Proposal(
                 sequence=waiting.order.sequence,
                 epoch=waiting.order.epoch,
                 base_len=waiting.order.base_len,
-                tokens=tokens,
+                tokens=draft.tokens,
                 draft_time=draft_time,
                 queue_time=began - waiting.since,
+                draft_probs=draft.probs,
             )
-            for waiting, tokens in zip(batch, drafts, strict=True)
+            for waiting, draft in zip(batch, drafts, strict=True)
         ]
 
-    def _ask_plugin(self, orders: Sequence[DraftOrder]) -> list[tuple[int, ...]]:
+    def _ask_plugin(self, orders: Sequence[DraftOrder]) -> list[Draft]:
         contexts = []
         for order in orders:
             known = self._sequences[order.sequence]
-            contexts.append(DraftContext(order.sequence, known.tokens, order.num_tokens, known.sampling))
+            contexts.append(
+                DraftContext(
+                    order.sequence,
+                    known.tokens,
+                    order.num_tokens,
+                    known.sampling,
+                    prompt_len=known.prompt_len,
+                )
+            )
         answers = self._drafter.propose(contexts)
         if len(answers) != len(contexts):
             raise ValueError(f"{len(answers)} answers to {len(contexts)} contexts")
         return [
-            self._valid_prefix(answer, order.num_tokens)
-            for answer, order in zip(answers, orders, strict=True)
+            self._valid_prefix(answer, context) for answer, context in zip(answers, contexts, strict=True)
         ]
 
-    def _valid_prefix(self, answer: Iterable[Any], num_tokens: int) -> tuple[int, ...]:
-        """The drafts up to the first that is no token id, `num_tokens` of them at most."""
+    def _valid_prefix(self, answer: Draft, context: DraftContext) -> Draft:
+        """The drafts up to the first that is no token id, `num_tokens` of them at most.
+
+        The draft_probs go on as they are, where the rule needs them: the verifier judges them.
+        """
+        num_tokens = context.num_tokens
         valid: list[int] = []
-        for token in answer:
+        for token in answer.tokens:
             token_id = _token_id(token)
             if token_id is None or len(valid) >= num_tokens:
                 self.stats.invalid += 1
                 break
             valid.append(token_id)
-        return tuple(valid)
+        return Draft(tuple(valid), answer.probs if context.sampling.needs_draft_probs else None)
 
     def _forget(self, sequence: str) -> None:
         try:

@@ -6,18 +6,33 @@ rebuilt from the committed tokens at any time: that is how a leg is re-homed.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import dataclass
 
-from outrider.contracts import DraftContext, Drafter, DrafterLeg, VerifierLeg
+from outrider.contracts import Draft, DraftContext, Drafter, DrafterLeg, VerifierLeg
 from outrider.generation import GenerationRequest, GenerationStats
-from outrider.messages import Close, DraftOrder, Open, Plan, Proposal, Resync, Verdict, VerifyOrder
+from outrider.messages import (
+    Close,
+    DraftOrder,
+    Open,
+    Plan,
+    Proposal,
+    Resync,
+    TokenLogprobs,
+    Verdict,
+    VerifyOrder,
+)
+from outrider.sampling.draft_probs import guess
+from outrider.speculation.prediction import Prediction
 
 logger = logging.getLogger(__name__)
 
 MISSED_GATES_ALLOWED = 8
 """Rounds in a row that may pass without the drafter's answer before the sequence decodes plainly."""
+
+TIMEOUTS_ALLOWED = 2
+"""The same under the ratio rules, where the verifier waits for a draft as long as `draft_timeout_s`. Not 1:
+an order may cross the verdict of the prefill."""
 
 PAUSE_TOKENS = 32
 """Tokens of plain decoding after that; twice as many every time the drafter is late again."""
@@ -29,6 +44,16 @@ class Committed:
 
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]  # which of them were accepted drafts
+    predicted: bool = False  # the drafts were the client's prediction
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """The newest order came out of the client's prediction."""
+
+    base_len: int
+    count: int
 
 
 class SequentialRounds:
@@ -62,6 +87,9 @@ class SequentialRounds:
         self._missed = 0
         self._pause = PAUSE_TOKENS  # of the next pause
         self._paused_until = 0  # committed length at which a late drafter is asked again
+        self._ratio = request.sampling.needs_draft_probs  # then nothing may depend on drawn tokens
+        self._prediction = Prediction(request.prediction) if request.prediction and num_tokens else None
+        self._predicted: _Predicted | None = None  # set while the newest order is the prediction's
 
     # ---- legs
 
@@ -69,7 +97,8 @@ class SequentialRounds:
     def plan(self) -> Plan:
         """Gated while somebody drafts, free-running otherwise."""
         asked = self._remote is not None and len(self.tokens) >= self._paused_until
-        drafting = self._drafter is not None or asked
+        predicting = self._prediction is not None and (self._predicted is not None or not self.verifier_spoke)
+        drafting = self._drafter is not None or asked or predicting
         return Plan(
             self.sequence,
             self.verify_epoch,
@@ -146,23 +175,39 @@ class SequentialRounds:
             return None
         known = len(self.tokens) - verdict.base_len
         if known < 0:  # a verdict was lost: an order on the old base has it replayed
-            self._order(len(self.tokens), ())
+            self._order(len(self.tokens), Draft())
             return None
         new = verdict.tokens[known:]
         if not new:
             return None
         if verdict.batch:  # a step, not a replay
-            self._stats.count(drafted=verdict.drafted, accepted=verdict.accepted)
+            self._count(verdict)
             self._missed = self._missed + 1 if self._asked_at is not None and not verdict.drafted else 0
         self.tokens += new
         self.verifier_spoke = True
+        drafted = tuple(known + index < verdict.accepted for index in range(len(new)))
+        predicted = self._is_predicted(verdict)
+        reported = verdict.logprobs[known:]
         if verdict.finish is None:
             self._order_drafts()
-        drafted = tuple(known + index < verdict.accepted for index in range(len(new)))
-        return Committed(new, drafted)
+        return Committed(new, drafted, predicted, reported)
+
+    def _count(self, verdict: Verdict) -> None:
+        self._stats.count(drafted=verdict.drafted, accepted=verdict.accepted, invalid=verdict.invalid_drafts)
+        if self._is_predicted(verdict):
+            self._stats.accepted_prediction_tokens += verdict.accepted
+            self._stats.rejected_prediction_tokens += verdict.drafted - verdict.accepted
+
+    def _is_predicted(self, verdict: Verdict) -> bool:
+        """Whether the verified drafts are the prediction's, perhaps re-based to what was committed since."""
+        order = self._predicted
+        return order is not None and 0 <= verdict.base_len - order.base_len < order.count
 
     def on_proposal(self, proposal: Proposal) -> None:
-        """Pass a draft on. One that comes late is still sent: the verifier re-bases it."""
+        """Pass a draft on. One that comes late is still sent: the verifier re-bases it.
+
+        Not under a ratio rule: its position was drawn without it.
+        """
         if proposal.epoch != self.draft_epoch or self._remote is None:
             return
         if proposal.base_len > len(self.tokens):
@@ -171,7 +216,10 @@ class SequentialRounds:
             self._asked_at = None
         if proposal.base_len < len(self.tokens):
             self._stats.late_proposals += 1
-        self._order(proposal.base_len, proposal.tokens)
+            if self._ratio:
+                return
+        self._predicted = None
+        self._order(proposal.base_len, Draft(proposal.tokens, proposal.draft_probs))
 
     def on_verifier_resync(self, resync: Resync) -> bool:
         """The verifier has less than the router: True when the sequence must be opened anew there."""
@@ -190,11 +238,16 @@ class SequentialRounds:
     # ---- orders
 
     def _order_drafts(self) -> None:
+        if self._predict():
+            return
         if self._drafter is not None:
-            drafts = self._propose(self._drafter)
-            if drafts is not None:
-                self._order(len(self.tokens), drafts)
+            draft = self._propose(self._drafter)
+            if draft is not None:
+                self._order(len(self.tokens), draft)
         elif self._remote is not None:
+            if self._ratio and self._missed >= TIMEOUTS_ALLOWED:
+                self.detach_drafter(f"drafter lost: silent for {self._missed} x {self._gate_s:g} s")
+                return
             if self._missed >= MISSED_GATES_ALLOWED:
                 self._pause_drafts()
             if len(self.tokens) < self._paused_until:
@@ -216,6 +269,22 @@ class SequentialRounds:
             )
             self._drafter_knows = len(self.tokens)
 
+    def _predict(self) -> bool:
+        """Order what the client's prediction says next; False where it says nothing."""
+        if self._prediction is None:
+            return False
+        gated = self.plan.num_tokens > 0
+        output = self.tokens[len(self._request.prompt) :]
+        tokens = self._prediction.continuation(output, self._num_tokens)
+        self._predicted = _Predicted(len(self.tokens), len(tokens)) if tokens else None
+        if gated != (self.plan.num_tokens > 0):
+            self._send_plan()  # with nobody else to draft, no token waits for the router
+        if not tokens:
+            return False
+        self._asked_at = None  # an answer that is still out is no answer to this round
+        self._order(len(self.tokens), guess(tokens, self._request.sampling))
+        return True
+
     def _pause_drafts(self) -> None:
         """Free-run for a while: waiting for a drafter that does not answer slows the whole batch down."""
         self._stats.fallback = f"drafter late: {self._missed} rounds in a row"
@@ -228,11 +297,18 @@ class SequentialRounds:
         if self._verifier is not None:
             self._verifier.send(self.plan)
 
-    def _propose(self, drafter: Drafter) -> tuple[int, ...] | None:
-        context = DraftContext(self.sequence, self.tokens, self._num_tokens, self._request.sampling)
+    def _propose(self, drafter: Drafter) -> Draft | None:
+        context = DraftContext(
+            self.sequence,
+            self.tokens,
+            self._num_tokens,
+            self._request.sampling,
+            prompt_len=len(self._request.prompt),
+        )
         try:
-            (drafts,) = drafter.propose([context])
-            return tuple(int(token) for token in itertools.islice(drafts, self._num_tokens))
+            (draft,) = drafter.propose([context])
+            tokens = tuple(int(token) for token in draft.tokens[: self._num_tokens])
+            return Draft(tokens, draft.probs if self._ratio else None)
         except Exception as error:  # a plugin's fault costs drafts, never the request
             logger.exception("the in-process drafter failed on %s; it decodes plainly", self.sequence)
             self.detach_drafter(f"the drafter failed: {type(error).__name__}")
@@ -244,10 +320,15 @@ class SequentialRounds:
         except Exception:  # a plugin may raise anything; the sequence is over for it all the same
             logger.exception("the in-process drafter could not forget %s", self.sequence)
 
-    def _order(self, base_len: int, drafts: tuple[int, ...]) -> None:
+    def _order(self, base_len: int, draft: Draft) -> None:
         if self._verifier is not None:
             self._verifier.send(
                 VerifyOrder(
-                    self.sequence, self.verify_epoch, base_len, drafts, traceparent=self._request.traceparent
+                    self.sequence,
+                    self.verify_epoch,
+                    base_len,
+                    draft.tokens,
+                    draft_probs=draft.probs,
+                    traceparent=self._request.traceparent,
                 )
             )

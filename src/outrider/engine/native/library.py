@@ -1,4 +1,4 @@
-"""Builds `kernels.c` for this machine on first use and declares its functions.
+"""Builds `kernels.c` and `draw.c` for this machine on first use and declares their functions.
 
 The object is cached beside the models, named by a digest of source, flags and processor, so a changed source
 or another machine builds its own, and a machine that lost its compiler keeps what it has. Where the cache
@@ -23,6 +23,10 @@ from outrider import models
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+DRAW_SOURCE = Path(__file__).with_name("draw.c")
+DRAW_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+"""No fused multiply-adds: the noise's recipe says which roundings there are."""
+
 BUILD_TIMEOUT_S = 120
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -73,14 +77,31 @@ def load() -> ctypes.CDLL:
 
     OUTRIDER_AMX=0 in the environment keeps it to portable vectors, as on processors without AMX.
     """
-    cached = _cached_path()
-    library = _opened(cached) or _built(cached)
+    library = _compiled(SOURCE, FLAGS)
     try:
         _declare(library)
     except AttributeError as error:  # whatever CC named, it was no C compiler
         raise BuildError(f"the library lacks a function: {error}") from error
     library.outrider_native_init(int(os.environ.get("OUTRIDER_AMX", "1") != "0"))
     return library
+
+
+@functools.cache
+def load_draw() -> ctypes.CDLL | None:
+    """The library of `draw.c`; None where it cannot be built: torch draws the same tokens, more slowly."""
+    try:
+        library = _compiled(DRAW_SOURCE, DRAW_FLAGS)
+        library.outrider_draw.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 3]
+        library.outrider_draw.restype = None
+    except (BuildError, AttributeError) as error:
+        logger.warning("sampled tokens are drawn by torch, which is slower than C: %s", error)
+        return None
+    return library
+
+
+def _compiled(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    cached = _cached_path(source, flags)
+    return _opened(cached) or _built(source, flags, cached)
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -92,9 +113,9 @@ def _declare(library: ctypes.CDLL) -> None:
     library.outrider_forward.restype = None
 
 
-def _cached_path() -> Path | None:
+def _cached_path(source: Path, flags: tuple[str, ...]) -> Path | None:
     """Where the library of this source and processor is kept; None where nobody says what home is."""
-    parts = (SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor())
+    parts = (source.read_text(encoding="utf-8"), *flags, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     try:
         return models.cache_dir() / "kernels" / f"{name}.so"
@@ -118,7 +139,7 @@ def _opened(cached: Path | None) -> ctypes.CDLL | None:
         return None
 
 
-def _built(cached: Path | None) -> ctypes.CDLL:
+def _built(source: Path, flags: tuple[str, ...], cached: Path | None) -> ctypes.CDLL:
     """Compile, keep the object in the cache where it can be written, and load it from where it may run."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -126,7 +147,7 @@ def _built(cached: Path | None) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
             built = Path(scratch) / "kernels.so"
-            _run([compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"])
+            _run([compiler, *flags, "-o", str(built), str(source), "-lm"])
             if not built.is_file():
                 raise BuildError(f"{compiler} made no library")
             _keep(built, cached)
