@@ -16,13 +16,13 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -37,13 +37,15 @@ from outrider.errors import (
     UnknownModelError,
 )
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
-from outrider.messages import FinishReason
+from outrider.grammar import check as check_grammar
+from outrider.messages import FinishReason, Grammar
 from outrider.text import ChatMessage, IncrementalDetokenizer, TokenDecoder
 from outrider_serve.hot_options import Refusal
 from outrider_serve.openai_answers import (
     Answers,
     ChatAnswers,
     ChatChunk,
+    Closing,
     Completion,
     CompletionAnswers,
     ErrorBody,
@@ -51,8 +53,11 @@ from outrider_serve.openai_answers import (
     MarkedText,
     ModelCard,
     ModelList,
+    Piece,
+    Reported,
     SpeculationDetail,
     figures_of,
+    metrics_of,
     usage_of,
 )
 from outrider_serve.openai_schema import ChatBody, CompletionBody, GenerationBody, parse_body
@@ -100,6 +105,8 @@ class Tokenizer(TokenDecoder, Protocol):
     size: int
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_piece(self, text: str) -> list[int]: ...
+    def token_text(self, token: int) -> str: ...
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]: ...
 
 
@@ -240,8 +247,11 @@ def build_app(service: Service) -> FastAPI:
             limit = min(
                 service.options.limits.default_max_tokens, max(1, service.max_model_len - len(prompt))
             )
+        echo = ""
+        if body.echo:
+            echo = text if isinstance(text, str) else service.tokenizer.decode(prompt)
         answers = CompletionAnswers(
-            f"cmpl-{uuid.uuid4().hex}", int(time.time()), body.model, body.include_usage
+            f"cmpl-{uuid.uuid4().hex}", int(time.time()), body.model, body.include_usage, echo
         )
         check_lengths(prompt, limit, service.max_model_len, "prompt")
         return await send_answer(service, request, body, prompt, limit, answers)
@@ -397,6 +407,19 @@ def traceparent_of(request: Request) -> str | None:
     return given if given is not None and _TRACEPARENT.fullmatch(given) else None
 
 
+async def grammar_of(body: GenerationBody) -> Grammar | None:
+    """What the text has to match, checked; out of the way of other clients' streams."""
+    asked = body.grammar
+    if asked is None:
+        return None
+    field, grammar = asked
+    try:
+        await asyncio.to_thread(check_grammar, grammar)
+    except RequestError as error:
+        raise RequestError(f"{field}: {error}", param=field) from None
+    return grammar
+
+
 async def send_answer(
     service: Service,
     request: Request,
@@ -405,22 +428,37 @@ async def send_answer(
     max_tokens: int | None,
     answers: Answers,
 ) -> Response:
-    """Generate what a checked body asks for."""
+    """Generate what a checked body asks for: `n` generations, one unless said otherwise."""
     options = service.options
-    generation = service.coordinator.start(
-        GenerationRequest(
-            prompt=tuple(prompt),
-            max_tokens=max_tokens,
-            sampling=body.sampling(),
-            stop=tuple(body.stop),
-            max_draft_tokens=body.max_draft_tokens,
-            traceparent=traceparent_of(request),
-        )
+    predicted = body.predicted_text
+    wanted = GenerationRequest(
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=body.sampling(),
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+        grammar=await grammar_of(body),
+        logprobs=body.alternatives,
+        prediction=tuple(
+            await in_thread_if_long(len(predicted), lambda: service.tokenizer.encode_piece(predicted))
+        ),
+        max_draft_tokens=body.max_draft_tokens,
+        traceparent=traceparent_of(request),
     )
+    choices = [
+        Choice(
+            index,
+            service.coordinator.start(replace(wanted, sampling=replace(wanted.sampling, choice=index))),
+            TokenTexts(service.tokenizer) if body.speculation_detail else None,
+            LogprobTexts(service.tokenizer),
+        )
+        for index in range(body.choices)
+    ]
     if options.speculative_config is not None:
         service.telemetry.expect_drafts(options.speculative_config.num_speculative_tokens)
-    texts = TokenTexts(service.tokenizer) if body.speculation_detail else None
-    answer = Answer(generation, service.telemetry, answers, body.include_usage, texts)
+    answer = Answer(choices, service.telemetry, answers, body.include_usage, body.speculation_metrics)
     if body.stream:
         return EventStream(answer.events())
     return await while_connected(request.receive, answer.whole()) or client_left()
@@ -459,56 +497,121 @@ class TokenTexts:
         return marked
 
 
+class LogprobTexts:
+    """Puts reported log-probabilities in words, token by token, with their places in the text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._offset = 0
+
+    def of(self, chunk: Chunk) -> list[Reported]:
+        """One entry for each token of the chunk; none where no log-probabilities were asked for."""
+        entries = []
+        for token, reported in zip(chunk.tokens, chunk.logprobs, strict=bool(chunk.logprobs)):
+            top = tuple((self._tokenizer.token_text(other), logprob) for other, logprob in reported.top)
+            entries.append(Reported(self._tokenizer.token_text(token), reported.logprob, top, self._offset))
+            self._offset += len(self._detokenizer.feed((token,)))
+        return entries
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n generations of a request."""
+
+    index: int
+    generation: Generation
+    texts: TokenTexts | None  # set when the client asked for speculation_detail
+    logprobs: LogprobTexts
+
+    def piece(self, chunk: Chunk) -> Piece:
+        detail = SpeculationDetail(self.texts.of(chunk)) if self.texts is not None else UNSET
+        return Piece(self.index, chunk.text, self.logprobs.of(chunk), detail)
+
+
 @dataclass(slots=True)
 class Answer:
-    """One generation on its way to the client, whole or as events."""
+    """The generations of one request on their way to the client, whole or as events."""
 
-    generation: Generation
+    choices: Sequence[Choice]
     telemetry: Telemetry
     answers: Answers
     include_usage: bool
-    texts: TokenTexts | None  # set when the client asked for speculation_detail
+    metrics: Literal["summary", "detailed"] | None
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """The generation's chunks, counted; however this ends, the generation is closed."""
+    async def chunks(self, choice: Choice) -> AsyncGenerator[tuple[Choice, Chunk], None]:
+        """One generation's chunks, counted; however this ends, the generation is closed."""
         try:
-            with self.telemetry.request(self.generation.stats) as meter:
-                async for chunk in self.generation:
+            with self.telemetry.request(choice.generation.stats) as meter:
+                async for chunk in choice.generation:
                     meter.chunk(chunk)
-                    yield chunk
+                    yield choice, chunk
         finally:
-            await self.generation.aclose()
+            await choice.generation.aclose()
+
+    async def merged(self) -> AsyncGenerator[tuple[Choice, Chunk], None]:
+        """The chunks of all generations as they come. The first error ends the others."""
+        if len(self.choices) == 1:
+            async with aclosing(self.chunks(self.choices[0])) as chunks:
+                async for one in chunks:
+                    yield one
+            return
+        ready: asyncio.Queue[tuple[Choice, Chunk] | BaseException | None] = asyncio.Queue()
+
+        async def pump(choice: Choice) -> None:
+            try:
+                async with aclosing(self.chunks(choice)) as chunks:
+                    async for one in chunks:
+                        ready.put_nowait(one)
+                ready.put_nowait(None)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to who reads
+                ready.put_nowait(error)
+
+        pumps = [asyncio.create_task(pump(choice)) for choice in self.choices]
+        left = len(pumps)
+        try:
+            while left:  # every pump ends with an item, and every generation within its own bound
+                item = await ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
 
     async def whole(self) -> Response:
-        """One JSON object once the generation has ended."""
-        text, marked = "", list[MarkedText]()
-        finish: FinishReason | None = None
-        async with aclosing(self.chunks()) as chunks:
-            async for chunk in chunks:
-                text += chunk.text
-                finish = chunk.finish
-                if self.texts is not None:
-                    marked += self.texts.of(chunk)
-        assert finish is not None, "a generation that raises nothing ends with a reason"
-        stats = self.generation.stats
-        detail = figures_of(stats, marked) if self.texts is not None else UNSET
-        return json_response(self.answers.whole(text, finish, usage_of(stats), detail))
+        """One JSON object once all generations have ended."""
+        texts: dict[int, list[Piece]] = {choice.index: [] for choice in self.choices}
+        ends: dict[int, FinishReason] = {}
+        async with aclosing(self.merged()) as chunks:
+            async for choice, chunk in chunks:
+                texts[choice.index].append(choice.piece(chunk))
+                if chunk.finish is not None:
+                    ends[choice.index] = chunk.finish
+        pieces = [(_joined(index, parts), ends[index]) for index, parts in texts.items()]
+        return json_response(self.answers.whole(pieces, self._closing(pieces[0][0].detail)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. An error before the first is raised, a later one is an event."""
-        begun = False
+        begun: set[int] = set()
+        ended = 0
         try:
-            async with aclosing(self.chunks()) as chunks:
-                async for chunk in chunks:
-                    if not begun:
-                        begun = True
-                        if (opening := self.answers.opening()) is not None:
+            async with aclosing(self.merged()) as chunks:
+                async for choice, chunk in chunks:
+                    if choice.index not in begun:
+                        begun.add(choice.index)
+                        if (opening := self.answers.opening(choice.index)) is not None:
                             yield event(opening)
-                    detail = SpeculationDetail(self.texts.of(chunk)) if self.texts is not None else UNSET
-                    if chunk.text:
-                        yield event(self.answers.piece(chunk.text, detail))
+                    piece = choice.piece(chunk)
+                    if piece.text or piece.logprobs:
+                        yield event(self.answers.piece(piece))
                     if chunk.finish is not None:
-                        for document in self._endings(chunk.finish):
+                        ended += 1
+                        for document in self._endings(choice.index, chunk.finish, ended):
                             yield event(document)
         except Exception as error:  # whatever it is, the client of a stream can only be told in the stream
             if not begun:
@@ -518,13 +621,38 @@ class Answer:
             yield error_reply(error).event()
         yield b"data: [DONE]\n\n"
 
-    def _endings(self, finish: FinishReason) -> list[ChatChunk | Completion]:
-        """The chunk with the finish reason and, where asked for, the usage; the last has the figures."""
-        stats = self.generation.stats
-        figures = figures_of(stats) if self.texts is not None else UNSET
-        if not self.include_usage:
-            return [self.answers.ending(finish, figures)]
-        return [self.answers.ending(finish, UNSET), self.answers.usage(usage_of(stats), figures)]
+    def _endings(self, index: int, finish: FinishReason, ended: int) -> list[ChatChunk | Completion]:
+        """The chunk with the finish reason and, after the last and where asked for, the usage; the last of an
+        answer has the figures."""
+        last = ended == len(self.choices)
+        if not (last and self.include_usage):
+            figures = self._figures(UNSET) if last else UNSET
+            return [self.answers.ending(index, finish, figures)]
+        return [self.answers.ending(index, finish, UNSET), self.answers.closing(self._closing(UNSET))]
+
+    def _closing(self, marked: SpeculationDetail | UnsetType) -> Closing:
+        stats = [choice.generation.stats for choice in self.choices]
+        metrics = UNSET if self.metrics is None else metrics_of(stats, detailed=self.metrics == "detailed")
+        return Closing(usage_of(stats), metrics, self._figures(marked))
+
+    def _figures(self, marked: SpeculationDetail | UnsetType) -> SpeculationDetail | UnsetType:
+        """The closing figures, where asked for, and the marked tokens where the answer is one object."""
+        (choice, *_) = self.choices
+        if choice.texts is None:
+            return UNSET
+        return figures_of(choice.generation.stats, UNSET if isinstance(marked, UnsetType) else marked.tokens)
+
+
+def _joined(index: int, parts: Sequence[Piece]) -> Piece:
+    """The pieces of one choice as one."""
+    details = [part.detail for part in parts if not isinstance(part.detail, UnsetType)]
+    marked = [token for detail in details if detail.tokens is not UNSET for token in detail.tokens]
+    return Piece(
+        index,
+        "".join(part.text for part in parts),
+        [entry for part in parts for entry in part.logprobs],
+        SpeculationDetail(marked) if details else UNSET,
+    )
 
 
 def event(document: Struct) -> bytes:

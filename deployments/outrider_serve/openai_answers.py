@@ -6,6 +6,7 @@ piece, ending, usage, or whole. `UNSET` fields stay out of the JSON.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,10 +14,20 @@ from msgspec import UNSET, Struct, UnsetType
 
 from outrider.generation import GenerationStats
 from outrider.messages import FinishReason
+from outrider.text import REPLACEMENT
 
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    """Prediction tokens count what the client predicted and was verified; drafts of the service do not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class Usage(Struct):
@@ -24,6 +35,52 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class AlternativeToken(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None  # null where the token is a part of a character
+    top_logprobs: list[AlternativeToken]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class SpeculativeDecoding(Struct):
+    """vLLM's per-request block. Steps without scheduled drafts are left out; a step whose drafts could not be
+    verified is in the histogram by length, under "0", and in no other figure."""
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]  # [j]: steps that accepted j drafts, j up to K
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # K
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+class Metrics(Struct):
+    speculative_decoding: SpeculativeDecoding | None
 
 
 class MarkedText(Struct):
@@ -46,6 +103,10 @@ class SpeculationDetail(Struct):
     accepted_tokens: int | UnsetType = UNSET
     acceptance_rate: float | UnsetType | None = UNSET
     mean_acceptance_length: float | UnsetType | None = UNSET
+    wasted_draft_tokens: int | UnsetType = UNSET
+    committed_flops: float | UnsetType = UNSET
+    rejected_flops: float | UnsetType = UNSET
+    drafter_flops: float | UnsetType = UNSET
     duration_s: float | UnsetType = UNSET
     time_to_first_token_s: float | UnsetType = UNSET
 
@@ -60,7 +121,7 @@ class ChatChoice(Struct):
     message: AssistantMessage
     finish_reason: FinishReason
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Struct):
@@ -70,6 +131,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    metrics: Metrics | UnsetType = UNSET
     outrider: SpeculationDetail | UnsetType = UNSET
 
 
@@ -82,7 +144,7 @@ class ChatChunkChoice(Struct):
     delta: Delta
     finish_reason: FinishReason | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunk(Struct):
@@ -92,6 +154,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
+    metrics: Metrics | UnsetType = UNSET
     outrider: SpeculationDetail | UnsetType = UNSET
 
 
@@ -99,7 +162,7 @@ class TextChoice(Struct):
     text: str
     finish_reason: FinishReason | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class Completion(Struct):
@@ -111,6 +174,7 @@ class Completion(Struct):
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
+    metrics: Metrics | UnsetType = UNSET
     outrider: SpeculationDetail | UnsetType = UNSET
 
 
@@ -138,12 +202,48 @@ class ErrorBody(Struct):
     error: ErrorDetail
 
 
-def usage_of(stats: GenerationStats) -> Usage:
+def usage_of(choices: Sequence[GenerationStats]) -> Usage:
+    """The usage of all choices of a request: its prompt counts once."""
+    first = choices[0]
+    completion_tokens = sum(stats.completion_tokens for stats in choices)
     return Usage(
-        prompt_tokens=stats.prompt_tokens,
-        completion_tokens=stats.completion_tokens,
-        total_tokens=stats.prompt_tokens + stats.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.cached_tokens),
+        prompt_tokens=first.prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=first.prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=first.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(stats.accepted_prediction_tokens for stats in choices),
+            rejected_prediction_tokens=sum(stats.rejected_prediction_tokens for stats in choices),
+        ),
+    )
+
+
+def metrics_of(choices: Sequence[GenerationStats], *, detailed: bool) -> Metrics:
+    """vLLM's block of one answer; null for several."""
+    if len(choices) > 1:
+        return Metrics(None)
+    (stats,) = choices
+    by_length: dict[str, list[int]] = {}
+    for drafted, accepted in zip(stats.per_step_drafted, stats.per_step_accepted, strict=True):
+        by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
+    width = max([stats.planned_drafts, *stats.per_step_drafted])
+    histogram = [0] * (width + 1)
+    for length, counts in by_length.items():
+        for accepted, steps in enumerate(counts if length != "0" else []):
+            histogram[accepted] += steps
+    return Metrics(
+        SpeculativeDecoding(
+            mean_acceptance_length=stats.mean_acceptance_length,
+            draft_acceptance_rate=stats.acceptance_rate,
+            acceptance_histogram=histogram,
+            acceptance_histogram_by_draft_length=dict(sorted(by_length.items(), key=lambda one: int(one[0]))),
+            num_spec_steps=stats.rounds,
+            num_accepted_draft_tokens=stats.accepted_tokens,
+            num_draft_tokens=stats.draft_tokens,
+            num_spec_tokens=stats.planned_drafts,
+            per_step_accepted=list(stats.per_step_accepted) if detailed else UNSET,
+            per_step_drafted=list(stats.per_step_drafted) if detailed else UNSET,
+        )
     )
 
 
@@ -156,9 +256,42 @@ def figures_of(stats: GenerationStats, tokens: list[MarkedText] | UnsetType = UN
         accepted_tokens=stats.accepted_tokens,
         acceptance_rate=stats.acceptance_rate,
         mean_acceptance_length=stats.mean_acceptance_length,
+        wasted_draft_tokens=stats.wasted_draft_tokens,
+        committed_flops=stats.committed_flops,
+        rejected_flops=stats.rejected_flops,
+        drafter_flops=stats.drafter_flops,
         duration_s=stats.duration,
         time_to_first_token_s=stats.time_to_first_token,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Something of one choice, to be written."""
+
+    index: int
+    text: str
+    logprobs: Sequence[Reported] = ()
+    detail: SpeculationDetail | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A token with the log-probabilities that the target gives it, in words."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+    offset: int  # characters of the answer before it
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What comes once, at the end of an answer."""
+
+    usage: Usage
+    metrics: Metrics | UnsetType = UNSET
+    detail: SpeculationDetail | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,59 +303,134 @@ class ChatAnswers:
     model: str
     null_usage: bool = False
 
-    def opening(self) -> ChatChunk | None:
-        return self._chunk(ChatChunkChoice(Delta(role="assistant", content="")))
+    def opening(self, index: int) -> ChatChunk | None:
+        return self._chunk(ChatChunkChoice(Delta(role="assistant", content=""), index=index))
 
-    def piece(self, text: str, detail: SpeculationDetail | UnsetType) -> ChatChunk:
-        return self._chunk(ChatChunkChoice(Delta(content=text)), detail)
+    def piece(self, piece: Piece) -> ChatChunk:
+        delta = Delta(content=piece.text)
+        choice = ChatChunkChoice(delta, index=piece.index, logprobs=_chat_logprobs(piece.logprobs))
+        return self._chunk(choice, piece.detail)
 
-    def ending(self, reason: FinishReason, detail: SpeculationDetail | UnsetType) -> ChatChunk:
-        return self._chunk(ChatChunkChoice(Delta(), finish_reason=reason), detail)
+    def ending(self, index: int, reason: FinishReason, detail: SpeculationDetail | UnsetType) -> ChatChunk:
+        return self._chunk(ChatChunkChoice(Delta(), finish_reason=reason, index=index), detail)
 
-    def usage(self, usage: Usage, detail: SpeculationDetail | UnsetType) -> ChatChunk:
-        return ChatChunk(self.id, self.created, self.model, [], usage=usage, outrider=detail)
+    def closing(self, closing: Closing) -> ChatChunk:
+        return ChatChunk(
+            self.id,
+            self.created,
+            self.model,
+            [],
+            usage=closing.usage,
+            metrics=closing.metrics,
+            outrider=closing.detail,
+        )
 
-    def whole(
-        self, text: str, reason: FinishReason, usage: Usage, detail: SpeculationDetail | UnsetType
-    ) -> ChatCompletion:
-        choice = ChatChoice(AssistantMessage(text), finish_reason=reason)
-        return ChatCompletion(self.id, self.created, self.model, [choice], usage, outrider=detail)
+    def whole(self, pieces: Sequence[tuple[Piece, FinishReason]], closing: Closing) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                AssistantMessage(piece.text),
+                finish_reason=reason,
+                index=piece.index,
+                logprobs=_chat_logprobs(piece.logprobs),
+            )
+            for piece, reason in pieces
+        ]
+        return ChatCompletion(
+            self.id,
+            self.created,
+            self.model,
+            choices,
+            closing.usage,
+            metrics=closing.metrics,
+            outrider=closing.detail,
+        )
 
     def _chunk(self, choice: ChatChunkChoice, detail: SpeculationDetail | UnsetType = UNSET) -> ChatChunk:
         usage = None if self.null_usage else UNSET
         return ChatChunk(self.id, self.created, self.model, [choice], usage=usage, outrider=detail)
 
 
+def _chat_logprobs(reported: Sequence[Reported]) -> ChatLogprobs | None:
+    if not reported:
+        return None
+    return ChatLogprobs(
+        [
+            TokenLogprob(
+                one.token,
+                one.logprob,
+                _bytes(one.token),
+                [AlternativeToken(token, logprob, _bytes(token)) for token, logprob in one.top],
+            )
+            for one in reported
+        ]
+    )
+
+
+def _bytes(token: str) -> list[int] | None:
+    return None if REPLACEMENT in token else list(token.encode())
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionAnswers:
-    """Writes the objects of one completion; the same verbs as `ChatAnswers`."""
+    """Writes the objects of one completion; the same verbs as `ChatAnswers`. `echo` is put in front."""
 
     id: str
     created: int
     model: str
     null_usage: bool = False
+    echo: str = ""
 
-    def opening(self) -> Completion | None:
-        return None
+    def opening(self, index: int) -> Completion | None:
+        return self._chunk(TextChoice(self.echo, index=index)) if self.echo else None
 
-    def piece(self, text: str, detail: SpeculationDetail | UnsetType) -> Completion:
-        return self._chunk(TextChoice(text), detail)
+    def piece(self, piece: Piece) -> Completion:
+        logprobs = _text_logprobs(piece.logprobs)
+        return self._chunk(TextChoice(piece.text, index=piece.index, logprobs=logprobs), piece.detail)
 
-    def ending(self, reason: FinishReason, detail: SpeculationDetail | UnsetType) -> Completion:
-        return self._chunk(TextChoice("", finish_reason=reason), detail)
+    def ending(self, index: int, reason: FinishReason, detail: SpeculationDetail | UnsetType) -> Completion:
+        return self._chunk(TextChoice("", finish_reason=reason, index=index), detail)
 
-    def usage(self, usage: Usage, detail: SpeculationDetail | UnsetType) -> Completion:
-        return Completion(self.id, self.created, self.model, [], usage=usage, outrider=detail)
+    def closing(self, closing: Closing) -> Completion:
+        return self._object([], closing)
 
-    def whole(
-        self, text: str, reason: FinishReason, usage: Usage, detail: SpeculationDetail | UnsetType
-    ) -> Completion:
-        choice = TextChoice(text, finish_reason=reason)
-        return Completion(self.id, self.created, self.model, [choice], usage=usage, outrider=detail)
+    def whole(self, pieces: Sequence[tuple[Piece, FinishReason]], closing: Closing) -> Completion:
+        choices = [
+            TextChoice(
+                self.echo + piece.text,
+                finish_reason=reason,
+                index=piece.index,
+                logprobs=_text_logprobs(piece.logprobs),
+            )
+            for piece, reason in pieces
+        ]
+        return self._object(choices, closing)
 
-    def _chunk(self, choice: TextChoice, detail: SpeculationDetail | UnsetType) -> Completion:
+    def _object(self, choices: list[TextChoice], closing: Closing) -> Completion:
+        return Completion(
+            self.id,
+            self.created,
+            self.model,
+            choices,
+            usage=closing.usage,
+            metrics=closing.metrics,
+            outrider=closing.detail,
+        )
+
+    def _chunk(self, choice: TextChoice, detail: SpeculationDetail | UnsetType = UNSET) -> Completion:
         usage = None if self.null_usage else UNSET
         return Completion(self.id, self.created, self.model, [choice], usage=usage, outrider=detail)
+
+
+def _text_logprobs(reported: Sequence[Reported]) -> TextLogprobs | None:
+    if not reported:
+        return None
+    tops = [dict(one.top) for one in reported]
+    return TextLogprobs(
+        tokens=[one.token for one in reported],
+        token_logprobs=[one.logprob for one in reported],
+        top_logprobs=tops if any(tops) else None,
+        text_offset=[one.offset for one in reported],
+    )
 
 
 Answers: TypeAlias = ChatAnswers | CompletionAnswers

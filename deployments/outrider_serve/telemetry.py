@@ -173,6 +173,22 @@ class Telemetry:
         self.late_proposals = self._counter(
             "outrider_late_proposals", "drafts that came after the verifier had moved on"
         )
+        self.wasted_draft_tokens = self._counter(
+            "outrider_wasted_draft_tokens", "drafts that gave no token: rejected, or not fit to be verified"
+        )
+        self._flops = Counter(
+            "outrider_estimated_flops",
+            "estimated work, 2 x parameters x rows: target_committed (rows of prompts and answers), "
+            "target_rejected (rows of rejected drafts), drafter (rows that drafted)",
+            ["model_name", "engine", "kind"],
+            registry=self._registry,
+        )
+        self.predicted_tokens = Counter(
+            "outrider_prediction_tokens",
+            "drafts out of clients' predictions, by outcome: accepted or rejected",
+            ["model_name", "engine", "outcome"],
+            registry=self._registry,
+        )
         self.cancelled = self._counter("outrider_requests_cancelled", "requests whose client left")
         self._fallbacks = Counter(
             "outrider_speculation_fallbacks",
@@ -222,6 +238,12 @@ class Telemetry:
 
     def accepted_at(self, position: int, times: int) -> None:
         self._position(position).inc(times)
+
+    def worked(self, kind: str, flops: float) -> None:
+        self._flops.labels(**self._labels, kind=kind).inc(flops)
+
+    def predicted(self, outcome: str, tokens: int) -> None:
+        self.predicted_tokens.labels(**self._labels, outcome=outcome).inc(tokens)
 
     def fell_back(self, reason: str) -> None:
         # What follows the colon names replicas and errors: too many for a label.
@@ -312,20 +334,22 @@ class RequestMeter:
         self.telemetry.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
         self.telemetry.accepted_tokens.inc(now.accepted_tokens - before.accepted_tokens)
         self.telemetry.late_proposals.inc(now.late_proposals - before.late_proposals)
+        self.telemetry.wasted_draft_tokens.inc(now.wasted_draft_tokens - before.wasted_draft_tokens)
+        self.telemetry.worked("target_committed", now.committed_flops - before.committed_flops)
+        self.telemetry.worked("target_rejected", now.rejected_flops - before.rejected_flops)
+        self.telemetry.worked("drafter", now.drafter_flops - before.drafter_flops)
+        accepted = now.accepted_prediction_tokens - before.accepted_prediction_tokens
+        if accepted > 0:  # a stop string may take some back
+            self.telemetry.predicted("accepted", accepted)
+        rejected = now.rejected_prediction_tokens - before.rejected_prediction_tokens
+        if rejected:
+            self.telemetry.predicted("rejected", rejected)
         for position, times in enumerate(now.accepted_per_position):
             counted = before.accepted_per_position[position : position + 1]
             self.telemetry.accepted_at(position, times - sum(counted))
         if now.fallback is not None and now.fallback != before.fallback:
             self.telemetry.fell_back(now.fallback)
-        self._counted = GenerationStats(
-            completion_tokens=now.completion_tokens,
-            rounds=now.rounds,
-            draft_tokens=now.draft_tokens,
-            accepted_tokens=now.accepted_tokens,
-            accepted_per_position=list(now.accepted_per_position),
-            late_proposals=now.late_proposals,
-            fallback=now.fallback,
-        )
+        self._counted = replace(now, accepted_per_position=list(now.accepted_per_position))
 
 
 def verifier_snapshot(model_name: str, engines: Mapping[str, EngineStats]) -> Snapshot:
@@ -340,6 +364,27 @@ def verifier_snapshot(model_name: str, engines: Mapping[str, EngineStats]) -> Sn
             tuple(
                 Sample(sample, (("model_name", model_name), ("engine", replica)), float(value(stats)))
                 for replica, stats in engines.items()
+            ),
+        )
+
+    def invalid_drafts() -> Family:
+        name = "outrider_verifier_invalid_drafts"
+        return Family(
+            name,
+            "counter",
+            "drafts that could not be verified, by reason: token, draft_probs or grammar",
+            tuple(
+                Sample(
+                    f"{name}_total",
+                    (("model_name", model_name), ("engine", replica), ("reason", reason)),
+                    float(count),
+                )
+                for replica, stats in engines.items()
+                for reason, count in (
+                    ("token", stats.invalid_tokens),
+                    ("draft_probs", stats.invalid_draft_probs),
+                    ("grammar", stats.invalid_grammar),
+                )
             ),
         )
 
@@ -362,6 +407,7 @@ def verifier_snapshot(model_name: str, engines: Mapping[str, EngineStats]) -> Sn
             "sequences that a verifier freed before their end: client, link or lease gone",
             lambda stats: stats.cancelled,
         ),
+        invalid_drafts(),
         family(
             "outrider_verifier_sequences_failed",
             "counter",

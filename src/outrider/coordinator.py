@@ -19,9 +19,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from outrider import models
 from outrider.config import RouterOptions
 from outrider.contracts import Drafter, DrafterPool, TargetInfo, VerifierPool
-from outrider.errors import GenerationError, OutriderError, RequestError, UnavailableError
+from outrider.engine.loading import parameter_count
+from outrider.errors import ConfigError, GenerationError, OutriderError, RequestError, UnavailableError
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
 from outrider.messages import FinishReason, FromDrafter, FromVerifier, LegLost, Limits, Open, Resync, Verdict
 from outrider.speculation.sequential import Committed, SequentialRounds
@@ -54,6 +56,7 @@ class Coordinator:
         self.drafters = drafters
         self.drafter = drafter
         self.options = options
+        self.drafter_parameters = self._drafter_parameters()
         self.active = 0  # generations under way
         self._prefix = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
@@ -61,6 +64,19 @@ class Coordinator:
     def reconfigure(self, options: RouterOptions) -> None:
         """Apply new options to the generations that start from now on."""
         self.options = options
+        self.drafter_parameters = self._drafter_parameters()
+
+    def _drafter_parameters(self) -> int:
+        """Weights that a draft passes through, for the estimate of what speculation costs; 0: not known."""
+        if self.drafter is not None:
+            return int(getattr(self.drafter, "parameters", 0))
+        config = self.options.speculative_config
+        if config is None or config.model is None:
+            return 0
+        try:
+            return parameter_count(models.resolve(config.model))
+        except (ConfigError, OSError, ValueError):  # the drafter's own start says what is wrong with it
+            return 0
 
     def start(self, request: GenerationRequest) -> Generation:
         """Begin one generation; nothing happens until it is iterated.
@@ -161,7 +177,11 @@ class Generation:
             sampling = replace(request.sampling, rule=config.rejection_sample_method)
             request = replace(request, sampling=sampling)
         self.request = request
-        self.stats = GenerationStats(prompt_tokens=len(request.prompt))
+        self.stats = GenerationStats(
+            prompt_tokens=len(request.prompt),
+            target_parameters=coordinator.target.parameters,
+            drafter_parameters=coordinator.drafter_parameters,
+        )
         self._coordinator = coordinator
         self._options = coordinator.options
         num_tokens = coordinator.planned_drafts(request)
@@ -182,6 +202,7 @@ class Generation:
             drafter=coordinator.drafter if num_tokens else None,
             stats=self.stats,
         )
+        self.stats.planned_drafts = num_tokens
         self._wants_drafter = bool(num_tokens) and coordinator.drafter is None
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._leasing: asyncio.Task[None] | None = None

@@ -61,6 +61,9 @@ class GenerationStats:
     time_to_first_token: float = 0.0  # seconds since the request was handed in
     duration: float = 0.0  # seconds
     fallback: str | None = None  # why drafts stopped, if they did
+    planned_drafts: int = 0  # K
+    target_parameters: int = 0  # weights that a row of the target passes through; 0: not known
+    drafter_parameters: int = 0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -76,6 +79,23 @@ class GenerationStats:
     def wasted_draft_tokens(self) -> int:
         """Drafts that cost work and gave no token."""
         return self.draft_tokens - self.accepted_tokens + self.invalid_drafts
+
+    @property
+    def committed_flops(self) -> float:
+        """Estimated work on rows that the answer is made of: 2 FLOPs a weight and row, attention left out."""
+        rows = self.prompt_tokens - self.cached_tokens + self.completion_tokens
+        return 2.0 * self.target_parameters * rows
+
+    @property
+    def rejected_flops(self) -> float:
+        """Estimated work of the target on drafts that it rejected."""
+        return 2.0 * self.target_parameters * (self.draft_tokens - self.accepted_tokens)
+
+    @property
+    def drafter_flops(self) -> float:
+        """Estimated work of the drafter, used or not; its own prefill left out. 0 for lookups."""
+        predicted = self.accepted_prediction_tokens + self.rejected_prediction_tokens
+        return 2.0 * self.drafter_parameters * (self.draft_tokens + self.invalid_drafts - predicted)
 
     def count(self, *, drafted: int, accepted: int, invalid: int = 0) -> None:
         """Enter one verify step. A step whose drafts were all invalid is listed with 0 and is no round."""

@@ -27,7 +27,18 @@ from outrider.engine.loading import load_engine, target_info
 from outrider.engine.loop import VerifierLoop
 from outrider.errors import RequestError, UnavailableError
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
-from outrider.messages import Close, FinishReason, FromVerifier, Open, Plan, SamplingParams, VerifyOrder
+from outrider.grammar import check as check_grammar
+from outrider.messages import (
+    Close,
+    FinishReason,
+    FromVerifier,
+    Grammar,
+    Open,
+    Plan,
+    SamplingParams,
+    TokenLogprobs,
+    VerifyOrder,
+)
 from outrider.registry import drafter_factory
 from outrider.text import Tokenizer
 
@@ -45,6 +56,7 @@ class Completion:
     drafted: tuple[bool, ...]  # which tokens were accepted drafts
     finish: FinishReason
     stats: GenerationStats
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, where asked for
 
 
 class LocalVerifierPool:
@@ -153,23 +165,49 @@ class LocalService:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int | None = None,
+        min_p: float = 0.0,
         seed: int | None = None,
+        choice: int = 0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        prediction: str | Sequence[int] = "",
         speculative: bool | int = True,
     ) -> GenerationRequest:
         """Build a request from text, token ids or chat messages.
 
-        `speculative`: False decodes plainly, a number is this request's upper K. Raises `RequestError`
-        naming the argument that is out of its range.
+        `choice` is its index among several of one seed; `logprobs` how many alternatives are reported beside
+        each token's own; `prediction` what the answer is expected to be. `speculative`: False decodes
+        plainly, a number is this request's upper K. Raises `RequestError` naming the argument that is out of
+        its range.
         """
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        bias = tuple((logit_bias or {}).items())
         _check("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1")
         _check("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite")
         _check("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")
         _check("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None for all tokens")
+        _check("min_p", min_p, 0 <= min_p <= 1, "0 to 1")
+        _check("choice", choice, choice >= 0, "at least 0")
+        _check("presence_penalty", presence_penalty, -2 <= presence_penalty <= 2, "-2 to 2")
+        _check("frequency_penalty", frequency_penalty, -2 <= frequency_penalty <= 2, "-2 to 2")
+        _check("repetition_penalty", repetition_penalty, 0 < repetition_penalty <= 2, "above 0, at most 2")
+        _check("logit_bias", logit_bias, all(-100 <= b <= 100 for _, b in bias), "-100 to 100 for each token")
+        _check("min_tokens", min_tokens, min_tokens >= 0, "at least 0")
+        _check("logprobs", logprobs, logprobs is None or 0 <= logprobs <= 20, "0 to 20 alternatives, or None")
         _check("seed", seed, seed is None or -(1 << 63) <= seed < 1 << 63, "a 64-bit number")
         _check("stop", stop, all(stop), "text that is not empty")
         _check("speculative", speculative, int(speculative) >= 0, "True, False or at least 0")
+        if grammar is not None:
+            check_grammar(grammar)
+        expected = self.tokenizer.encode_piece(prediction) if isinstance(prediction, str) else prediction
         return GenerationRequest(
             prompt=tuple(self._encode(prompt)),
             max_tokens=max_tokens,
@@ -177,9 +215,21 @@ class LocalService:
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
+                min_p=min_p,
+                choice=choice,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                repetition_penalty=repetition_penalty,
+                logit_bias=bias,
                 seed=int.from_bytes(os.urandom(8), "big", signed=True) if seed is None else seed,
             ),
             stop=stop,
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+            min_tokens=min_tokens,
+            grammar=grammar,
+            logprobs=logprobs,
+            prediction=tuple(expected),
             max_draft_tokens=None if speculative is True else int(speculative),
         )
 
@@ -272,16 +322,18 @@ async def complete(generation: Generation) -> Completion:
     text: list[str] = []
     tokens: list[int] = []
     drafted: list[bool] = []
+    logprobs: list[TokenLogprobs] = []
     finish = FinishReason.STOP
     try:
         async for chunk in generation:
             text.append(chunk.text)
             tokens += chunk.tokens
             drafted += chunk.drafted
+            logprobs += chunk.logprobs
             finish = chunk.finish or finish
     finally:
         await generation.aclose()
-    return Completion("".join(text), tuple(tokens), tuple(drafted), finish, generation.stats)
+    return Completion("".join(text), tuple(tokens), tuple(drafted), finish, generation.stats, tuple(logprobs))
 
 
 def local(

@@ -87,6 +87,10 @@ class Tokenizer:
         """Tokens of a text prompt, with the special tokens the model wants around one."""
         return cast(list[int], self._backend.encode(text, add_special_tokens=True).ids)
 
+    def encode_piece(self, text: str) -> list[int]:
+        """Tokens of a text that stands inside another, such as a predicted answer: no special tokens."""
+        return cast(list[int], self._backend.encode(text, add_special_tokens=False).ids)
+
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Tokens of a conversation up to where the assistant speaks.
 
@@ -112,6 +116,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens. Special tokens have none; spaces are left as the model wrote them."""
         return cast(str, self._backend.decode(tokens, skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """One token in words, special ones by their names; a part of a character has U+FFFD in it."""
+        return cast(str, self._backend.decode([token], skip_special_tokens=False))
 
     def is_visible(self, token: int) -> bool:
         return token not in self._special and self._backend.id_to_token(token) is not None
