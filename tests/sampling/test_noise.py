@@ -1,4 +1,5 @@
-"""The noise is a function of its key and the token, the same in C and in torch, and stable across releases."""
+"""The noise is a function of its key and the token, the same in C and in torch, and stable across
+releases."""
 
 from __future__ import annotations
 
