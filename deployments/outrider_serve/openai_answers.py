@@ -1,11 +1,12 @@
 """What goes back over the OpenAI wire: completions, their chunks, models, errors.
 
-`ChatAnswers` and `CompletionAnswers` write the objects of one generation with the same verbs: opening,
-piece, ending, usage, or whole. `UNSET` fields stay out of the JSON.
+`ChatAnswers` and `CompletionAnswers` write the objects of one request with the same verbs: opening, piece and
+ending for each choice, then closing; or whole. `UNSET` fields stay out of the JSON.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,7 +15,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 from outrider.generation import GenerationStats
 from outrider.messages import FinishReason
-from outrider.text import REPLACEMENT
+from outrider_serve.token_spelling import Reported, Spelling
+
+LOWEST_LOGPROB = -9999.0
+"""What OpenAI says of a token that cannot be drawn: JSON has no minus infinity."""
 
 
 class PromptTokensDetails(Struct):
@@ -22,11 +26,12 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """Prediction tokens count what the client predicted and was verified; drafts of the service do not."""
+    """Of drafts, only those out of the client's `prediction` count here. Rejected ones are no part of
+    `completion_tokens`, which are the tokens that were delivered."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
-    reasoning_tokens: int = 0
+    reasoning_tokens: int = 0  # no model's thinking is told apart here
     audio_tokens: int = 0
 
 
@@ -47,7 +52,7 @@ class AlternativeToken(Struct):
 class TokenLogprob(Struct):
     token: str
     logprob: float
-    bytes: list[int] | None  # null where the token is a part of a character
+    bytes: list[int] | None  # null where the token has no text
     top_logprobs: list[AlternativeToken]
 
 
@@ -59,13 +64,13 @@ class ChatLogprobs(Struct):
 class TextLogprobs(Struct):
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
+    top_logprobs: list[dict[str, float]] | None  # each with the emitted token; null: none were asked for
+    text_offset: list[int]  # characters of the answer before each
 
 
 class SpeculativeDecoding(Struct):
-    """vLLM's per-request block. Steps without scheduled drafts are left out; a step whose drafts could not be
-    verified is in the histogram by length, under "0", and in no other figure."""
+    """vLLM's per-request block. Steps without scheduled drafts are left out; a step whose drafts were all
+    invalid is in the histogram by length, under "0", and in no other figure."""
 
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
@@ -94,7 +99,8 @@ class SpeculationDetail(Struct):
     """The extension `outrider`, sent when the body says `speculation_detail: true`.
 
     The texts of `tokens` together are the text they come with; a token whose text is not certain yet is
-    listed with a later chunk. The figures come once, with the last object that carries a model's answer.
+    listed with a later chunk. The figures come once, with the last object that carries a model's answer,
+    summed over its choices. FLOPs are estimates of `generation.GenerationStats`: 2 x parameters x rows.
     """
 
     tokens: list[MarkedText] | UnsetType = UNSET
@@ -204,13 +210,14 @@ class ErrorBody(Struct):
 
 def usage_of(choices: Sequence[GenerationStats]) -> Usage:
     """The usage of all choices of a request: its prompt counts once."""
-    first = choices[0]
+    prompt_tokens = choices[0].prompt_tokens
     completion_tokens = sum(stats.completion_tokens for stats in choices)
     return Usage(
-        prompt_tokens=first.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        total_tokens=first.prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=first.cached_tokens),
+        total_tokens=prompt_tokens + completion_tokens,
+        # Of a prompt that counts once, what no choice had to compute.
+        prompt_tokens_details=PromptTokensDetails(min(stats.cached_tokens for stats in choices)),
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=sum(stats.accepted_prediction_tokens for stats in choices),
             rejected_prediction_tokens=sum(stats.rejected_prediction_tokens for stats in choices),
@@ -219,49 +226,56 @@ def usage_of(choices: Sequence[GenerationStats]) -> Usage:
 
 
 def metrics_of(choices: Sequence[GenerationStats], *, detailed: bool) -> Metrics:
-    """vLLM's block of one answer; null for several."""
-    if len(choices) > 1:
+    """vLLM's block; null for several choices, as there, and where nothing was to be drafted."""
+    stats = choices[0]
+    longest = max(stats.planned_drafts, *stats.per_step_drafted, 0)
+    if len(choices) > 1 or not longest:
         return Metrics(None)
-    (stats,) = choices
-    by_length: dict[str, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     for drafted, accepted in zip(stats.per_step_drafted, stats.per_step_accepted, strict=True):
-        by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
-    width = max([stats.planned_drafts, *stats.per_step_drafted])
-    histogram = [0] * (width + 1)
-    for length, counts in by_length.items():
-        for accepted, steps in enumerate(counts if length != "0" else []):
-            histogram[accepted] += steps
+        by_length.setdefault(drafted, [0] * (drafted + 1))[accepted] += 1
+    rounds = [
+        (drafted, accepted)
+        for drafted, accepted in zip(stats.per_step_drafted, stats.per_step_accepted, strict=True)
+        if drafted
+    ]
+    took = Counter(accepted for _, accepted in rounds)
     return Metrics(
         SpeculativeDecoding(
             mean_acceptance_length=stats.mean_acceptance_length,
             draft_acceptance_rate=stats.acceptance_rate,
-            acceptance_histogram=histogram,
-            acceptance_histogram_by_draft_length=dict(sorted(by_length.items(), key=lambda one: int(one[0]))),
+            acceptance_histogram=[took[accepted] for accepted in range(longest + 1)],
+            acceptance_histogram_by_draft_length={str(k): by_length[k] for k in sorted(by_length)},
             num_spec_steps=stats.rounds,
             num_accepted_draft_tokens=stats.accepted_tokens,
             num_draft_tokens=stats.draft_tokens,
             num_spec_tokens=stats.planned_drafts,
-            per_step_accepted=list(stats.per_step_accepted) if detailed else UNSET,
-            per_step_drafted=list(stats.per_step_drafted) if detailed else UNSET,
+            per_step_accepted=[accepted for _, accepted in rounds] if detailed else UNSET,
+            per_step_drafted=[drafted for drafted, _ in rounds] if detailed else UNSET,
         )
     )
 
 
-def figures_of(stats: GenerationStats, tokens: list[MarkedText] | UnsetType = UNSET) -> SpeculationDetail:
-    """The closing figures of a generation; its tokens too where the answer is one object."""
+def figures_of(
+    choices: Sequence[GenerationStats], tokens: list[MarkedText] | UnsetType = UNSET
+) -> SpeculationDetail:
+    """The closing figures of a request; its tokens too where the answer is one object with one choice."""
+    rounds = sum(stats.rounds for stats in choices)
+    drafted = sum(stats.draft_tokens for stats in choices)
+    accepted = sum(stats.accepted_tokens for stats in choices)
     return SpeculationDetail(
         tokens=tokens,
-        rounds=stats.rounds,
-        draft_tokens=stats.draft_tokens,
-        accepted_tokens=stats.accepted_tokens,
-        acceptance_rate=stats.acceptance_rate,
-        mean_acceptance_length=stats.mean_acceptance_length,
-        wasted_draft_tokens=stats.wasted_draft_tokens,
-        committed_flops=stats.committed_flops,
-        rejected_flops=stats.rejected_flops,
-        drafter_flops=stats.drafter_flops,
-        duration_s=stats.duration,
-        time_to_first_token_s=stats.time_to_first_token,
+        rounds=rounds,
+        draft_tokens=drafted,
+        accepted_tokens=accepted,
+        acceptance_rate=accepted / drafted if drafted else None,
+        mean_acceptance_length=1 + accepted / rounds if rounds else None,
+        wasted_draft_tokens=sum(stats.wasted_draft_tokens for stats in choices),
+        committed_flops=sum(stats.committed_flops for stats in choices),
+        rejected_flops=sum(stats.rejected_flops for stats in choices),
+        drafter_flops=sum(stats.drafter_flops for stats in choices),
+        duration_s=max(stats.duration for stats in choices),
+        time_to_first_token_s=min(stats.time_to_first_token for stats in choices),
     )
 
 
@@ -271,18 +285,8 @@ class Piece:
 
     index: int
     text: str
-    logprobs: Sequence[Reported] = ()
+    logprobs: Sequence[Reported] | None = None  # None: not asked for
     detail: SpeculationDetail | UnsetType = UNSET
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """A token with the log-probabilities that the target gives it, in words."""
-
-    token: str
-    logprob: float
-    top: tuple[tuple[str, float], ...]
-    offset: int  # characters of the answer before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,24 +354,22 @@ class ChatAnswers:
         return ChatChunk(self.id, self.created, self.model, [choice], usage=usage, outrider=detail)
 
 
-def _chat_logprobs(reported: Sequence[Reported]) -> ChatLogprobs | None:
-    if not reported:
+def _chat_logprobs(reported: Sequence[Reported] | None) -> ChatLogprobs | None:
+    if reported is None:
         return None
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                one.token,
-                one.logprob,
-                _bytes(one.token),
-                [AlternativeToken(token, logprob, _bytes(token)) for token, logprob in one.top],
-            )
-            for one in reported
-        ]
-    )
+    content = []
+    for one in reported:
+        top = [AlternativeToken(other.name, _finite(x), _bytes(other)) for other, x in one.top]
+        content.append(TokenLogprob(one.token.name, _finite(one.logprob), _bytes(one.token), top))
+    return ChatLogprobs(content)
 
 
-def _bytes(token: str) -> list[int] | None:
-    return None if REPLACEMENT in token else list(token.encode())
+def _bytes(token: Spelling) -> list[int] | None:
+    return None if token.bytes is None else list(token.bytes)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,14 +423,16 @@ class CompletionAnswers:
         return Completion(self.id, self.created, self.model, [choice], usage=usage, outrider=detail)
 
 
-def _text_logprobs(reported: Sequence[Reported]) -> TextLogprobs | None:
-    if not reported:
+def _text_logprobs(reported: Sequence[Reported] | None) -> TextLogprobs | None:
+    if reported is None:
         return None
-    tops = [dict(one.top) for one in reported]
+    alternatives = [
+        {token.name: _finite(x) for token, x in (*one.top, (one.token, one.logprob))} for one in reported
+    ]
     return TextLogprobs(
-        tokens=[one.token for one in reported],
-        token_logprobs=[one.logprob for one in reported],
-        top_logprobs=tops if any(tops) else None,
+        tokens=[one.token.name for one in reported],
+        token_logprobs=[_finite(one.logprob) for one in reported],
+        top_logprobs=alternatives if any(one.top for one in reported) else None,
         text_offset=[one.offset for one in reported],
     )
 

@@ -1,190 +1,51 @@
 """What an OpenAI request body may say here; `openai_answers` has the way back.
 
-A field is honoured (a field of the models below), or known but not honoured yet (`UNSUPPORTED`: accepted
-with a value that changes nothing, refused by name otherwise), or unknown (refused). Nothing is ignored
-silently. Everything wrong with a body is a `RequestError` that names the field.
+    openai_body         how a body is read, and what is said of a wrong one
+    openai_unsupported  what is known and refused
+    openai_grammars     what the text must match
+    here                every field that is honoured, and the bodies
 
 `python -m outrider_serve.openai_schema docs/api.md` rewrites the tables of the documentation.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import Field, field_validator, model_validator
 
-from outrider.errors import RequestError
 from outrider.messages import SamplingParams
 from outrider.text import ChatMessage
+from outrider_serve.openai_body import Body, refusal, short
+from outrider_serve.openai_grammars import Constraint, ResponseFormat, StructuredOutputs
+from outrider_serve.openai_unsupported import (
+    IN_BOTH,
+    IN_CHAT,
+    IN_COMPLETIONS,
+    IN_MESSAGES,
+    IN_STREAM_OPTIONS,
+    OUT_OF_SCOPE,
+)
+
+MAX_CHOICES = 16
+"""Each choice holds a place of a verifier, 32 by default: one request takes at most half of them."""
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
+MAX_STOP_TOKENS = 128
+MAX_BIASED_TOKENS = 1024  # each is added to every row that is verified
 INT64 = 2**63
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, so that a larger one means the same
 
-# ---- known to OpenAI or vLLM, not honoured yet -------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A known field: `neutral` are the values besides null that change nothing, and are accepted."""
-
-    name: str
-    neutral: tuple[Any, ...] = ()
-
-    def accepts(self, value: Any) -> bool:
-        return value is None or any(_same(value, neutral) for neutral in self.neutral)
-
-    def accepted_values(self) -> str:
-        return " or ".join(f"`{_short(value)}`" for value in (*self.neutral, None))
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Equality that keeps true apart from 1."""
-    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
-
-
-_UNSUPPORTED_IN_BOTH = (
-    # OpenAI
-    Unsupported("n", (1,)),
-    Unsupported("frequency_penalty", (0,)),
-    Unsupported("presence_penalty", (0,)),
-    Unsupported("logit_bias", ({},)),
-    # vLLM
-    Unsupported("add_special_tokens"),
-    Unsupported("allowed_token_ids"),
-    Unsupported("bad_words", ([],)),
-    Unsupported("cache_salt"),
-    Unsupported("ignore_eos", (False,)),
-    Unsupported("include_stop_str_in_output", (False,)),
-    Unsupported("kv_transfer_params"),
-    Unsupported("length_penalty", (1,)),
-    Unsupported("min_p", (0,)),
-    Unsupported("min_tokens", (0,)),
-    Unsupported("priority", (0,)),
-    Unsupported("prompt_logprobs"),
-    Unsupported("repetition_detection"),
-    Unsupported("repetition_penalty", (1,)),
-    Unsupported("request_id"),
-    Unsupported("return_token_ids", (False,)),
-    Unsupported("return_tokens_as_token_ids", (False,)),
-    Unsupported("skip_special_tokens", (True,)),
-    Unsupported("spaces_between_special_tokens", (True,)),
-    Unsupported("stop_token_ids", ([],)),
-    Unsupported("structured_outputs"),
-    Unsupported("truncate_prompt_tokens"),
-    Unsupported("truncation_side"),
-    Unsupported("use_beam_search", (False,)),
-    Unsupported("vllm_xargs", ({},)),
-)
-_UNSUPPORTED_IN_CHAT = (
-    # OpenAI
-    Unsupported("audio"),
-    Unsupported("function_call", ("none", "auto")),
-    Unsupported("functions", ([],)),
-    Unsupported("logprobs", (False,)),
-    Unsupported("metadata", ({},)),
-    Unsupported("modalities", (["text"],)),
-    Unsupported("moderation"),
-    Unsupported("parallel_tool_calls", (True,)),
-    Unsupported("prediction"),
-    Unsupported("prompt_cache_key"),
-    Unsupported("prompt_cache_options"),
-    Unsupported("prompt_cache_retention"),
-    Unsupported("reasoning_effort", ("none",)),
-    Unsupported("response_format", ({"type": "text"},)),
-    Unsupported("safety_identifier"),
-    Unsupported("service_tier", ("auto", "default")),
-    Unsupported("store", (False,)),
-    Unsupported("tool_choice", ("none", "auto")),
-    Unsupported("tools", ([],)),
-    Unsupported("top_logprobs", (0,)),
-    Unsupported("verbosity", ("medium",)),
-    Unsupported("web_search_options"),
-    # vLLM
-    Unsupported("add_generation_prompt", (True,)),
-    Unsupported("chat_template"),
-    Unsupported("chat_template_kwargs", ({},)),
-    Unsupported("continue_final_message", (False,)),
-    Unsupported("documents", ([],)),
-    Unsupported("echo", (False,)),
-    Unsupported("include_reasoning", (True,)),
-    Unsupported("mm_processor_kwargs", ({},)),
-    Unsupported("thinking_token_budget"),
-)
-_UNSUPPORTED_IN_COMPLETIONS = (
-    # OpenAI
-    Unsupported("best_of", (1,)),
-    Unsupported("echo", (False,)),
-    Unsupported("logprobs"),
-    Unsupported("suffix", ("",)),
-    # vLLM
-    Unsupported("prompt_embeds"),
-    Unsupported("response_format", ({"type": "text"},)),
-)
-_UNSUPPORTED_IN_MESSAGES = (
-    # Clients send an answer's message back as they got it, with these set to null.
-    Unsupported("annotations", ([],)),
-    Unsupported("audio"),
-    Unsupported("function_call"),
-    Unsupported("name"),
-    Unsupported("reasoning"),
-    Unsupported("reasoning_content"),
-    Unsupported("refusal"),
-    Unsupported("tool_call_id"),
-    Unsupported("tool_calls", ([],)),
-)
-_UNSUPPORTED_IN_STREAM_OPTIONS = (
-    Unsupported("continuous_usage_stats", (False,)),
-    Unsupported("include_obfuscation", (False,)),
-)
-
-# ---- request bodies ------------------------------------------------------------------------------
-
-
-def _refusal(param: str, message: str, code: str | None = None) -> PydanticCustomError:
-    """A fault of a field that pydantic would report against the whole body."""
-    return PydanticCustomError("refusal", "{message}", {"param": param, "message": message, "code": code})
-
-
-class Body(BaseModel):
-    """Base of what clients send: types are not coerced, unknown fields are refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-    unsupported: ClassVar[tuple[Unsupported, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral_fields(cls, values: Any) -> Any:
-        """Take out known fields with a neutral value; refuse them with any other."""
-        if not isinstance(values, dict):
-            return values
-        known = {field.name: field for field in cls.unsupported}
-        kept = {}
-        for name, value in values.items():
-            field = known.get(name)
-            if field is None:
-                kept[name] = value
-            elif not field.accepts(value):
-                raise _refusal(
-                    name,
-                    f"{name} is not supported here: leave it out, or send {field.accepted_values()}",
-                    "unsupported_parameter",
-                )
-        return kept
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(Body):
-    unsupported = _UNSUPPORTED_IN_STREAM_OPTIONS
+    unsupported = IN_STREAM_OPTIONS
 
     include_usage: bool | None = None
 
@@ -204,28 +65,30 @@ class TextPart(Body):
     def _only_text(cls, values: Any) -> Any:
         kind = values.get("type") if isinstance(values, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise _refusal(
+            raise refusal(
                 "type",
-                f"a content part of type {_short(kind)} is not supported: send text",
+                f"a content part of type {short(kind)} is not supported: send text",
                 "unsupported_value",
             )
         return values
 
 
+def _as_parts(content: Any) -> Any:
+    """A string is one part."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError("must be a string or a list of content parts")
+    return content
+
+
 class Message(Body):
-    unsupported = _UNSUPPORTED_IN_MESSAGES
+    unsupported = IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant"]
     content: list[TextPart]
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _string_is_one_part(cls, content: Any) -> Any:
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        if not isinstance(content, list):
-            raise ValueError("must be a string or a list of content parts")
-        return content
+    _parts = field_validator("content", mode="before")(_as_parts)
 
     @property
     def text(self) -> str:
@@ -233,21 +96,49 @@ class Message(Body):
         return "\n".join(part.text for part in self.content)
 
 
+class Prediction(Body):
+    """OpenAI's Predicted Outputs: what the client expects the answer to be."""
+
+    type: Literal["content"]
+    content: list[TextPart]
+
+    _parts = field_validator("content", mode="before")(_as_parts)
+
+    @property
+    def text(self) -> str:
+        """The content; parts follow one another without a break, as the pieces of one text."""
+        return "".join(part.text for part in self.content)
+
+
+_Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+_Penalty: TypeAlias = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
+_MaxTokens: TypeAlias = Annotated[int | None, Field(ge=1)]
+
+
 class GenerationBody(Body):
     """What both generating routes honour."""
 
     model: Annotated[str, Field(description="name of the served model; another one is 404")]
     temperature: Annotated[
-        float | None, Field(ge=0, le=2, allow_inf_nan=False, description="0 is greedy; default 1")
+        float | None, Field(ge=0, le=2, allow_inf_nan=False, description="0 to 2; 0 is greedy; default 1")
     ] = None
     top_p: Annotated[
-        float | None, Field(gt=0, le=1, allow_inf_nan=False, description="nucleus; default 1")
+        float | None, Field(gt=0, le=1, allow_inf_nan=False, description="nucleus; above 0, default 1")
     ] = None
     top_k: Annotated[
         int | None,
         Field(
             ge=-1,
             description="draw from the k likeliest tokens, of all where k is larger; -1 or 0 is off (vLLM)",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            allow_inf_nan=False,
+            description="0 to 1: no token below this share of the likeliest one's probability (vLLM)",
         ),
     ] = None
     seed: Annotated[
@@ -258,19 +149,81 @@ class GenerationBody(Body):
             description="same seed, same text, with or without speculation; default: a fresh one a request",
         ),
     ] = None
-    stop: Annotated[
-        list[str],
+    n: Annotated[
+        int | None,
         Field(
-            description=f"a string, or up to {MAX_STOP_STRINGS}, of at most {MAX_STOP_LENGTH} characters; "
-            "the text ends before the first that is completed"
+            ge=1,
+            le=MAX_CHOICES,
+            description=f"1 to {MAX_CHOICES} choices, drawn independently; each holds a place of its own",
         ),
-    ] = []
+    ] = None
+    presence_penalty: Annotated[
+        _Penalty, Field(description="-2 to 2: off the logit of every token of the output so far")
+    ] = None
+    frequency_penalty: Annotated[
+        _Penalty, Field(description="-2 to 2: the same, times how often the token is there")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=2,
+            allow_inf_nan=False,
+            description="above 0, at most 2: divides positive logits of tokens of prompt and output, "
+            "multiplies negative ones; default 1 (vLLM)",
+        ),
+    ] = None
+    logit_bias: Annotated[
+        dict[str, _Bias] | None,
+        Field(
+            description=f"token id, as a string, to -100 … 100, added to its logit; at most "
+            f"{MAX_BIASED_TOKENS} tokens, all of the vocabulary"
+        ),
+    ] = None
+    stop: list[str] = Field(
+        default_factory=list,
+        description=f"a string, or up to {MAX_STOP_STRINGS}, of at most {MAX_STOP_LENGTH} characters; "
+        "the text ends before the first that is completed",
+    )
+    stop_token_ids: Annotated[
+        list[int] | None,
+        Field(
+            max_length=MAX_STOP_TOKENS,
+            description=f"up to {MAX_STOP_TOKENS} tokens that end the answer beside the model's own ends "
+            "(vLLM)",
+        ),
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, Field(description="the model's own ends are tokens like any other (vLLM)")
+    ] = None
+    min_tokens: Annotated[
+        int | None,
+        Field(ge=0, description="no end before so many tokens, by a token or by a stop string (vLLM)"),
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        Field(
+            description="`text`, `json_object`, or `json_schema` with `name` and `schema`: an answer that "
+            "ends with `stop` parses, and matches; keywords that cannot be kept are refused"
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Field(description="one of `json`, `json_object`, `regex`, `grammar` (EBNF): the same (vLLM)"),
+    ] = None
     stream: Annotated[bool | None, Field(description="server-sent events, one a verdict")] = None
     stream_options: Annotated[
         StreamOptions | None,
         Field(description="`include_usage`: a last chunk with the usage; needs `stream: true`"),
     ] = None
     user: Annotated[str | None, Field(description="taken and not used")] = None
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"] | None,
+        Field(
+            description="adds vLLM's `metrics.speculative_decoding`; named and valued as vLLM's server "
+            "option; in a stream it needs `include_usage`; default `none`"
+        ),
+    ] = None
     speculative: Annotated[
         SpeculativeOptions | None,
         Field(
@@ -296,6 +249,19 @@ class GenerationBody(Body):
                 raise ValueError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters, this one {len(one)}")
         return listed
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _token_ids(cls, bias: Any) -> Any:
+        if isinstance(bias, dict):
+            if len(bias) > MAX_BIASED_TOKENS:
+                raise ValueError(f"at most {MAX_BIASED_TOKENS} tokens are taken, {len(bias)} were given")
+            for key, added in bias.items():
+                if not _TOKEN_ID.fullmatch(key):
+                    raise ValueError(f"the key {short(key)} is no token id")
+                if isinstance(added, int | float) and not -100 <= added <= 100:
+                    raise ValueError(f"the bias of token {key} is {short(added)}; allowed is -100 to 100")
+        return bias
+
     @field_validator("speculative", mode="before")
     @classmethod
     def _switch_or_options(cls, speculative: Any) -> Any:
@@ -308,12 +274,42 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "stream_options is only allowed with stream: true")
+            raise refusal("stream_options", "stream_options is only allowed with stream: true")
+        if self.reported_metrics != "none" and self.stream and not self.include_usage:
+            raise refusal(
+                "per_request_spec_decode_metrics",
+                "per_request_spec_decode_metrics come with a stream's usage: ask for it with "
+                "stream_options.include_usage",
+            )
         return self
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        if formatted and self.structured_outputs is not None:
+            raise refusal(
+                "structured_outputs", "structured_outputs and response_format exclude each other: give one"
+            )
+        return self
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text must match, its grammar still unchecked."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint()
+        return None if self.response_format is None else self.response_format.constraint()
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def reported_metrics(self) -> Literal["none", "summary", "detailed"]:
+        return self.per_request_spec_decode_metrics or "none"
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -321,23 +317,25 @@ class GenerationBody(Body):
         return None if self.speculative is None else self.speculative.max_tokens
 
     def sampling(self) -> SamplingParams:
-        """How to draw. Without a seed of the client, with one that nobody else has."""
+        """How to draw the first choice. Without a seed of the client, with one that nobody else has."""
         seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(8)) % INT64
         return SamplingParams(
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
             top_k=min(self.top_k, MAX_TOP_K) if self.top_k is not None and self.top_k > 0 else None,
+            min_p=float(self.min_p or 0),
             seed=seed,
+            presence_penalty=float(self.presence_penalty or 0),
+            frequency_penalty=float(self.frequency_penalty or 0),
+            repetition_penalty=float(self.repetition_penalty or 1),
+            logit_bias=tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items()),
         )
-
-
-_MaxTokens: TypeAlias = Annotated[int | None, Field(ge=1)]
 
 
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    unsupported = _UNSUPPORTED_IN_BOTH + _UNSUPPORTED_IN_CHAT
+    unsupported = IN_BOTH + IN_CHAT
 
     messages: Annotated[
         list[Message],
@@ -351,17 +349,44 @@ class ChatBody(GenerationBody):
         _MaxTokens, Field(description="tokens to generate; default: until the context ends")
     ] = None
     max_tokens: Annotated[_MaxTokens, Field(description="older name of max_completion_tokens")] = None
+    logprobs: Annotated[
+        bool | None, Field(description="report the target's own log-probability of each token")
+    ] = None
+    top_logprobs: Annotated[
+        int | None, Field(ge=0, le=20, description="0 to 20 likeliest tokens beside it; needs `logprobs`")
+    ] = None
+    prediction: Annotated[
+        Prediction | None,
+        Field(
+            description="`content`, a string or parts of type text, is drafted where the answer follows it; "
+            "not with n > 1 or without speculation"
+        ),
+    ] = None
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _fields_fit_together(self) -> Self:
         if self.max_tokens is not None and self.limit != self.max_tokens:
-            raise _refusal("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+            raise refusal("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise refusal("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        if self.prediction is not None and self.choices > 1:
+            raise refusal("n", f"n is {self.n}, and a request with a prediction has 1 choice: leave one out")
         return self
 
     @property
     def limit(self) -> int | None:
         """Tokens to generate, by whichever name; None: until the context ends."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        """Alternatives to report beside each token's own log-probability; None: report nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def predicted_text(self) -> str:
+        """What the client expects the answer to be; empty where it says nothing."""
+        return "" if self.prediction is None else self.prediction.text
 
     def conversation(self) -> list[ChatMessage]:
         """The messages for the chat template, which seldom knows the role developer."""
@@ -374,7 +399,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
-    unsupported = _UNSUPPORTED_IN_BOTH + _UNSUPPORTED_IN_COMPLETIONS
+    unsupported = IN_BOTH + IN_COMPLETIONS
 
     prompt: Annotated[
         str | list[int],
@@ -382,6 +407,17 @@ class CompletionBody(GenerationBody):
     ]
     max_tokens: Annotated[
         _MaxTokens, Field(description="tokens to generate; default: 16 (`limits.default_max_tokens`)")
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=5,
+            description="report the target's own log-probability of each token, and 0 to 5 likeliest ones",
+        ),
+    ] = None
+    echo: Annotated[
+        bool | None, Field(description="the text begins with the prompt; not with `logprobs`")
     ] = None
 
     @field_validator("prompt", mode="before")
@@ -394,86 +430,63 @@ class CompletionBody(GenerationBody):
         if isinstance(prompt, list):
             for token in prompt:
                 if not isinstance(token, int) or isinstance(token, bool):
-                    raise ValueError(f"a list of token ids cannot hold {_short(token)}")
+                    raise ValueError(f"a list of token ids cannot hold {short(token)}")
         elif not isinstance(prompt, str):
             raise ValueError("must be a string, a list of token ids, or a list that holds one of these")
         if not prompt:
             raise ValueError("is empty: give at least one token")
         return prompt
 
+    @model_validator(mode="after")
+    def _prompts_have_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise refusal(
+                "echo", "echo with logprobs is not supported: the prompt's are not kept; leave one out"
+            )
+        return self
 
-B = TypeVar("B", bound=GenerationBody)
+    @property
+    def reported_logprobs(self) -> int | None:
+        """Alternatives to report beside each token's own log-probability; None: report nothing."""
+        return self.logprobs
 
-
-def parse_body(model: type[B], body: bytes) -> B:
-    """The checked body, or `RequestError` naming the field and the cure."""
-    try:
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(values, dict):
-        raise RequestError("the body must be a JSON object")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise _first_fault(model, error) from None
-
-
-def _first_fault(model: type[Body], error: ValidationError) -> RequestError:
-    fault = error.errors(include_url=False)[0]
-    path = list(fault["loc"])
-    message, code = fault["msg"].removeprefix("Value error, "), None
-    if fault["type"] == "refusal":
-        path.append(fault["ctx"]["param"])
-        code = fault["ctx"]["code"]
-        return RequestError(message, param=_dotted(path), code=code)
-    param = _dotted(path)
-    if fault["type"] == "extra_forbidden":
-        known = [*model.model_fields, *(field.name for field in model.unsupported)] if len(path) == 1 else []
-        near = difflib.get_close_matches(str(path[-1]), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return RequestError(f"unknown field {_short(param)}{hint}", param=param, code="unknown_parameter")
-    if fault["type"] == "missing":
-        return RequestError(f"{param} is missing", param=param, code="missing_required_parameter")
-    got = fault["input"]
-    shown = f", not {_short(got)}" if got is None or isinstance(got, str | int | float) else ""
-    return RequestError(
-        f"{param}: {message[0].lower()}{message[1:]}{shown}", param=param, code="invalid_value"
-    )
-
-
-def _dotted(path: Iterable[int | str]) -> str:
-    """messages, 0, content → messages[0].content"""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def _short(value: Any) -> str:
-    """A value for an error message: as JSON, at most 60 characters of it."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    @property
+    def predicted_text(self) -> str:
+        """OpenAI has predictions in chat only."""
+        return ""
 
 
 # ---- documentation -------------------------------------------------------------------------------
 
 
-def field_tables(model: type[Body]) -> str:
-    """Markdown: the honoured fields of a body, then the known ones that are not honoured yet."""
-    lines = ["| field | meaning |", "|---|---|"]
+def field_table(model: type[Body]) -> str:
+    """Markdown: every field that is known, honoured or refused."""
+    lines = ["| field | |", "|---|---|"]
     lines += [f"| `{name}` | {field.description} |" for name, field in model.model_fields.items()]
-    lines += ["", "| not honoured yet | accepted with |", "|---|---|"]
-    lines += [f"| `{field.name}` | {field.accepted_values()} |" for field in model.unsupported]
+    lines += [
+        f"| `{field.name}` | **refused**; accepted with {field.accepted_values()} |"
+        for field in model.unsupported
+    ]
+    return "\n".join(lines)
+
+
+def scope_table() -> str:
+    """Markdown: what this service does not do."""
+    lines = ["| not in scope | where it would be asked for | answer |", "|---|---|---|"]
+    lines += [f"| {one.what} | {one.asked_by} | {one.answer} |" for one in OUT_OF_SCOPE]
     return "\n".join(lines)
 
 
 def with_current_tables(document: str) -> str:
     """The document with the tables between its `fields` markers written anew."""
-    for name, model in (("chat", ChatBody), ("completions", CompletionBody)):
+    tables = {
+        "chat": field_table(ChatBody),
+        "completions": field_table(CompletionBody),
+        "scope": scope_table(),
+    }
+    for name, table in tables.items():
         block = re.compile(rf"(<!-- fields: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        tables = field_tables(model)
-        document, found = block.subn(lambda match, tables=tables: f"{match[1]}{tables}\n{match[2]}", document)  # type: ignore[misc]
+        document, found = block.subn(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", document)  # type: ignore[misc]
         if found != 1:
             raise ValueError(f"the document needs one block '<!-- fields: {name} -->', it has {found}")
     return document

@@ -6,7 +6,11 @@ crosses processes; the router that was hit asks its peers for theirs and exposes
 starts and ends with its replica and never falls, and `sum without (engine)` of rates is right.
 
 Acceptance as vLLM defines it: rate = accepted / draft tokens; mean length = 1 + accepted / drafts; bonus and
-recovered tokens are in neither. The counters of all requests add up to what their answers report.
+recovered tokens are in neither. The counters of all requests add up to what their answers report. Each of the
+n choices of a request is counted as a request of its own.
+
+FLOPs are estimated by `generation.GenerationStats`: 2 x parameters x rows, with the parameters that a token
+passes through (`loading.parameter_count`), or 0 where they are not known.
 """
 
 from __future__ import annotations
@@ -139,7 +143,8 @@ class Telemetry:
         self.prefix_cache_hits = self._counter("vllm:prefix_cache_hits", "prompt tokens found cached")
         self._finished = Counter(
             "vllm:request_success",
-            "requests that ended, by reason: stop, length, abort (the client left) or error",
+            "choices of requests that ended, by reason: stop, length, abort (the client left, or another "
+            "choice failed) or error",
             ["model_name", "engine", "finished_reason"],
             registry=self._registry,
         )
@@ -183,13 +188,15 @@ class Telemetry:
             ["model_name", "engine", "kind"],
             registry=self._registry,
         )
-        self.predicted_tokens = Counter(
+        self._predicted_tokens = Counter(
             "outrider_prediction_tokens",
             "drafts out of clients' predictions, by outcome: accepted or rejected",
             ["model_name", "engine", "outcome"],
             registry=self._registry,
         )
-        self.cancelled = self._counter("outrider_requests_cancelled", "requests whose client left")
+        self.cancelled = self._counter(
+            "outrider_requests_cancelled", "choices of requests whose client left, or whose sibling failed"
+        )
         self._fallbacks = Counter(
             "outrider_speculation_fallbacks",
             "times a request went on without drafts, by reason",
@@ -214,7 +221,10 @@ class Telemetry:
         self._refused.labels(**self._labels, status=str(status)).inc()
 
     def request(self, stats: GenerationStats) -> RequestMeter:
-        """A meter for one admitted request, whose generation keeps `stats`; use it as a context manager."""
+        """A meter for one admitted request, or one of its choices, whose generation keeps `stats`.
+
+        Use it as a context manager.
+        """
         return RequestMeter(self, stats)
 
     def snapshot(self) -> Snapshot:
@@ -243,7 +253,7 @@ class Telemetry:
         self._flops.labels(**self._labels, kind=kind).inc(flops)
 
     def predicted(self, outcome: str, tokens: int) -> None:
-        self.predicted_tokens.labels(**self._labels, outcome=outcome).inc(tokens)
+        self._predicted_tokens.labels(**self._labels, outcome=outcome).inc(tokens)
 
     def fell_back(self, reason: str) -> None:
         # What follows the colon names replicas and errors: too many for a label.
@@ -267,7 +277,7 @@ class Telemetry:
 
 @dataclass(slots=True)
 class RequestMeter:
-    """Counts one request while it runs: after every chunk the counters hold all that is known of it.
+    """Counts one choice of a request as it runs: after every chunk the counters hold all that is known of it.
 
     Leaving the `with` block ends the request: as its finish reason says, as `error` when an exception
     passes, as `abort` when it was left before its last chunk.
@@ -335,9 +345,10 @@ class RequestMeter:
         self.telemetry.accepted_tokens.inc(now.accepted_tokens - before.accepted_tokens)
         self.telemetry.late_proposals.inc(now.late_proposals - before.late_proposals)
         self.telemetry.wasted_draft_tokens.inc(now.wasted_draft_tokens - before.wasted_draft_tokens)
-        self.telemetry.worked("target_committed", now.committed_flops - before.committed_flops)
-        self.telemetry.worked("target_rejected", now.rejected_flops - before.rejected_flops)
-        self.telemetry.worked("drafter", now.drafter_flops - before.drafter_flops)
+        if self._first is not None:  # else nobody computed anything
+            self.telemetry.worked("target_committed", now.committed_flops - before.committed_flops)
+            self.telemetry.worked("target_rejected", now.rejected_flops - before.rejected_flops)
+            self.telemetry.worked("drafter", now.drafter_flops - before.drafter_flops)
         accepted = now.accepted_prediction_tokens - before.accepted_prediction_tokens
         if accepted > 0:  # a stop string may take some back
             self.telemetry.predicted("accepted", accepted)

@@ -11,12 +11,12 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
 from outrider.errors import RequestError
+from outrider_serve.openai_body import parse_body
 from outrider_serve.openai_schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     Message,
-    parse_body,
     with_current_tables,
 )
 
