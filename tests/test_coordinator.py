@@ -21,7 +21,7 @@ import pytest
 from torch import Tensor
 
 from outrider.config import RouterOptions, SpeculativeConfig
-from outrider.contracts import DraftContext, Drafter, TargetInfo
+from outrider.contracts import Draft, DraftContext, Drafter, TargetInfo
 from outrider.coordinator import REHOMES_ALLOWED, Coordinator, Generation
 from outrider.engine.engine import Engine, drive
 from outrider.engine.loading import load_model
@@ -344,8 +344,8 @@ class Silent:
 
     needs_device = False
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        return [[] for _ in contexts]
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [Draft() for _ in contexts]
 
     def forget(self, sequence: str) -> None: ...
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import outrider
-from outrider.contracts import DraftContext
+from outrider.contracts import Draft, DraftContext
 from outrider.errors import ConfigError, GenerationError, RequestError, UnavailableError
 from outrider.inprocess import LocalService
 from outrider.messages import FinishReason
@@ -107,12 +107,12 @@ class Anti:
     def __init__(self) -> None:
         self.calls = 0
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.calls += 1
         wrong = [(context.tokens[-1] * 7 + 3) % 300 for context in contexts]
         if self.calls % 5 == 0:
-            return [[-4, 10**9, token] for token in wrong]
-        return [[token] * context.num_tokens for token, context in zip(wrong, contexts, strict=True)]
+            return [Draft((-4, 10**9, token)) for token in wrong]
+        return [Draft((token,) * context.num_tokens) for token, context in zip(wrong, contexts, strict=True)]
 
     def forget(self, sequence: str) -> None: ...
 
@@ -133,7 +133,7 @@ def test_a_drafter_that_is_always_wrong_changes_nothing_but_speed(
 class Broken:
     needs_device = False
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         raise RuntimeError("the drafter broke")
 
     def forget(self, sequence: str) -> None: ...

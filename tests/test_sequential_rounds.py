@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.contracts import DraftContext
+from outrider.contracts import Draft, DraftContext
 from outrider.generation import GenerationRequest, GenerationStats
 from outrider.messages import (
     Close,
@@ -61,7 +61,7 @@ class Plugin:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Any]:
         self.contexts += [tuple(context.tokens) for context in contexts]
-        return [self._answer(context) for context in contexts]
+        return [Draft(self._answer(context)) for context in contexts]  # type: ignore[arg-type]
 
     def forget(self, sequence: str) -> None:
         self.forgotten.append(sequence)

@@ -17,6 +17,7 @@ from outrider.engine.model import Batch
 from outrider.errors import ConfigError
 from outrider.messages import SamplingParams
 from outrider.registry import drafter_factory, needs_device
+from outrider.sampling.processors import Lane, process
 from outrider.sampling.target import choose_tokens
 from outrider_plugins.draft_model import DraftGenerator, ModelDrafter, common_prefix
 
@@ -89,6 +90,10 @@ def generator(model: FoldingModel, **changes: Any) -> DraftGenerator:
     return DraftGenerator(model, **(given_ | changes))
 
 
+def proposed(drafter: DraftGenerator | ModelDrafter, contexts: Sequence[DraftContext]) -> list[list[int]]:
+    return [list(draft.tokens) for draft in drafter.propose(contexts)]
+
+
 def context(sequence: str, tokens: Sequence[int], count: int = 4) -> DraftContext:
     return DraftContext(sequence, tuple(tokens), count, GREEDY)
 
@@ -98,7 +103,7 @@ def test_ragged_batch_with_a_k_of_each_equals_greedy_continuations() -> None:
     counts = [1, 5, 3, 8]
     contexts = [context(str(i), prompt, k) for i, (prompt, k) in enumerate(zip(prompts, counts, strict=True))]
     model = FoldingModel()
-    drafts = generator(model).propose(contexts)
+    drafts = proposed(generator(model), contexts)
     assert drafts == [continuation(prompt, k) for prompt, k in zip(prompts, counts, strict=True)]
     # The prompts share the first forward; a lane leaves when it has its drafts.
     assert model.rows == [32, 3, 3, 2, 2, 1, 1, 1]
@@ -108,32 +113,32 @@ def test_only_what_the_cache_lacks_is_computed() -> None:
     model = FoldingModel()
     drafter = generator(model)
     prompt = list(range(10))
-    (drafts,) = drafter.propose([context("a", prompt)])
+    (drafts,) = proposed(drafter, [context("a", prompt)])
     assert model.rows == [10, 1, 1, 1]
     model.rows.clear()
     accepted_all = [*prompt, *drafts, 50]  # the last draft and the bonus token have no row yet
-    assert drafter.propose([context("a", accepted_all)]) == [continuation(accepted_all, 4)]
+    assert proposed(drafter, [context("a", accepted_all)]) == [continuation(accepted_all, 4)]
     assert model.rows == [2, 1, 1, 1]
     model.rows.clear()
     rejected_second = [*accepted_all, continuation(accepted_all, 1)[0], 60]
-    assert drafter.propose([context("a", rejected_second)]) == [continuation(rejected_second, 4)]
+    assert proposed(drafter, [context("a", rejected_second)]) == [continuation(rejected_second, 4)]
     assert model.rows == [1, 1, 1, 1]
 
 
 def test_context_with_another_past_is_recomputed_from_where_it_differs() -> None:
     model = FoldingModel()
     drafter = generator(model)
-    drafter.propose([context("a", range(12))])
+    proposed(drafter, [context("a", range(12))])
     model.rows.clear()
     other = [0, 1, 2, 3, 4, 90, 91]
-    assert drafter.propose([context("a", other)]) == [continuation(other, 4)]
+    assert proposed(drafter, [context("a", other)]) == [continuation(other, 4)]
     assert model.rows == [2, 1, 1, 1]
 
 
 def test_long_prompts_are_computed_in_pieces_beside_short_ones() -> None:
     model = FoldingModel()
     long, short = list(range(70)), [5, 6]
-    drafts = generator(model, max_rows=16).propose([context("long", long), context("short", short)])
+    drafts = proposed(generator(model, max_rows=16), [context("long", long), context("short", short)])
     assert drafts == [continuation(long, 4), continuation(short, 4)]
     assert max(model.rows) <= 16
     assert sum(model.rows) == (70 + 3) + (2 + 3)
@@ -147,14 +152,14 @@ def test_no_token_beyond_the_targets_vocabulary_is_drawn() -> None:
             return logits
 
     drafter = generator(Padded(vocab_size=VOCAB + 31))
-    (drafts,) = drafter.propose([context("a", [1, 2, 3])])
+    (drafts,) = proposed(drafter, [context("a", [1, 2, 3])])
     assert len(drafts) == 4
     assert all(token < VOCAB for token in drafts)
 
 
 def test_token_the_model_has_no_embedding_for_skips_that_context_only() -> None:
     drafter = generator(FoldingModel())
-    assert drafter.propose([context("a", [1, VOCAB]), context("b", [1])]) == [[], continuation([1], 4)]
+    assert proposed(drafter, [context("a", [1, VOCAB]), context("b", [1])]) == [[], continuation([1], 4)]
     assert drafter.counts.limited == {"vocabulary": 1}
 
 
@@ -164,22 +169,22 @@ def test_drafts_shrink_to_the_drafters_context_and_end_there(length: int, drafts
     drafter = generator(model)
     prompt = [token % VOCAB for token in range(length)]
     beside = [4, 5]
-    answers = drafter.propose([context("a", prompt), context("b", beside)])
+    answers = proposed(drafter, [context("a", prompt), context("b", beside)])
     assert answers == [continuation(prompt, drafts), continuation(beside, 4)]
     assert drafter.counts.limited["context"] == (drafts < 4)
 
 
 def test_pool_smaller_than_the_context_is_the_context() -> None:
     drafter = generator(FoldingModel(), num_blocks=3)
-    assert drafter.propose([context("a", range(12))]) == [continuation(range(12), 1)]
-    assert drafter.propose([context("a", range(13))]) == [[]]
+    assert proposed(drafter, [context("a", range(12))]) == [continuation(range(12), 1)]
+    assert proposed(drafter, [context("a", range(13))]) == [[]]
 
 
 def test_nothing_is_drafted_for_no_tokens_or_no_wish() -> None:
     model = FoldingModel()
     drafter = generator(model)
-    assert drafter.propose([context("a", []), context("b", [1, 2], 0)]) == [[], []]
-    assert drafter.propose([]) == []
+    assert proposed(drafter, [context("a", []), context("b", [1, 2], 0)]) == [[], []]
+    assert proposed(drafter, []) == []
     assert model.rows == []
 
 
@@ -187,18 +192,18 @@ def test_least_recently_used_cache_makes_room_and_can_be_rebuilt() -> None:
     model = FoldingModel()
     drafter = generator(model, num_blocks=8)  # 32 tokens; each sequence below needs 13 to 15
     a, b, c = ([start] * 10 for start in (1, 2, 3))
-    drafter.propose([context("a", a)])
-    drafter.propose([context("b", b)])
+    proposed(drafter, [context("a", a)])
+    proposed(drafter, [context("b", b)])
     a += continuation(a, 2)
-    drafter.propose([context("a", a)])
+    proposed(drafter, [context("a", a)])
     assert drafter.counts.evicted == 0
-    assert drafter.propose([context("c", c)]) == [continuation(c, 4)]
+    assert proposed(drafter, [context("c", c)]) == [continuation(c, 4)]
     assert drafter.counts.evicted == 1
     model.rows.clear()
     a += continuation(a, 1)
-    drafter.propose([context("a", a)])
+    proposed(drafter, [context("a", a)])
     assert model.rows[0] == 1, "a was used after b, so b's cache went"
-    assert drafter.propose([context("b", b)]) == [continuation(b, 4)]
+    assert proposed(drafter, [context("b", b)]) == [continuation(b, 4)]
 
 
 def test_batch_whose_caches_do_not_fit_together_is_drafted_in_waves() -> None:
@@ -206,14 +211,14 @@ def test_batch_whose_caches_do_not_fit_together_is_drafted_in_waves() -> None:
     prompts = [[start] * (8 + start) for start in range(6)]
     contexts = [context(str(i), prompt) for i, prompt in enumerate(prompts)]
     for _ in range(2):
-        assert drafter.propose(contexts) == [continuation(prompt, 4) for prompt in prompts]
+        assert proposed(drafter, contexts) == [continuation(prompt, 4) for prompt in prompts]
     assert drafter.counts.evicted > 0
 
 
 def test_one_sequence_twice_in_a_batch_gets_both_answers() -> None:
     drafter = generator(FoldingModel())
     first, second = [1, 2, 3, 4, 5, 6], [1, 2, 9]
-    assert drafter.propose([context("a", first), context("a", second)]) == [
+    assert proposed(drafter, [context("a", first), context("a", second)]) == [
         continuation(first, 4),
         continuation(second, 4),
     ]
@@ -226,11 +231,11 @@ def test_nan_ends_that_draft_only_and_is_not_kept() -> None:
     expected = continuation(a, 4)
     assert expected[1] not in (*a, *b, *continuation(b, 4), expected[0])
     model.poison = expected[1]
-    assert drafter.propose([context("a", a), context("b", b)]) == [expected[:2], continuation(b, 4)]
+    assert proposed(drafter, [context("a", a), context("b", b)]) == [expected[:2], continuation(b, 4)]
     assert drafter.counts.limited == {"nan": 1}
     model.poison = None
     model.rows.clear()
-    assert drafter.propose([context("a", a)]) == [expected]
+    assert proposed(drafter, [context("a", a)]) == [expected]
     assert model.rows[0] == 3, "nothing of the poisoned cache is used again"
 
 
@@ -245,13 +250,13 @@ def test_failed_forward_leaves_a_cache_that_still_tells_the_truth() -> None:
 
     model = Failing()
     drafter = generator(model)
-    drafter.propose([context("a", range(10))])
+    proposed(drafter, [context("a", range(10))])
     model.fail = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        drafter.propose([context("a", [*range(8), 50, 51]), context("b", [1])])
+        proposed(drafter, [context("a", [*range(8), 50, 51]), context("b", [1])])
     model.fail = False
     tokens = [*range(8), 50, 51, 52]
-    assert drafter.propose([context("a", tokens), context("b", [1])]) == [
+    assert proposed(drafter, [context("a", tokens), context("b", [1])]) == [
         continuation(tokens, 4),
         continuation([1], 4),
     ]
@@ -264,7 +269,7 @@ def test_200_sequences_leave_the_memory_as_it_was_and_drafting_on(closed: bool) 
     for number in range(200):
         prompt = [number % VOCAB, 1, 2, 3, 4]
         for _ in range(3):
-            assert drafter.propose([context(str(number), prompt)]) == [continuation(prompt, 4)]
+            assert proposed(drafter, [context(str(number), prompt)]) == [continuation(prompt, 4)]
             prompt += continuation(prompt, 3)
         if closed:
             drafter.forget(str(number))
@@ -306,7 +311,7 @@ def test_any_history_of_contexts_in_a_small_pool_equals_greedy(
             known[number] = tokens
             contexts.append(context(str(number), tokens, count))
             expected.append(continuation(tokens, min(count, 41 - len(tokens))))
-        assert drafter.propose(contexts) == expected
+        assert proposed(drafter, contexts) == expected
 
 
 @given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
@@ -360,7 +365,8 @@ def reference_continuation(
     known = list(tokens)
     for _ in range(count):
         logits = reference(torch.tensor([known])).logits[:, -1].float()
-        known.append(int(choose_tokens(logits, [sampling], [len(known)], 128)))
+        lanes = [Lane(sampling, len(known))]
+        known.append(int(choose_tokens(process(logits, lanes, 128), lanes)))
     return known[len(tokens) :]
 
 
@@ -391,7 +397,7 @@ def test_drafts_are_the_models_own_continuation(
     for accepted in (4, 0, 2, 4):
         contexts = [DraftContext(str(i), tuple(text), 1 + i, sampling) for i, text in enumerate(texts)]
         expected = [reference_continuation(reference, text, 1 + i, sampling) for i, text in enumerate(texts)]
-        assert drafter.propose(contexts) == expected
+        assert proposed(drafter, contexts) == expected
         for text, drafts in zip(texts, expected, strict=True):
             text += [*drafts[:accepted], 77]
 
@@ -403,7 +409,7 @@ def test_drafts_are_right_after_eviction(llama_folder: Path, reference: Any) -> 
     texts = [[start, *range(start, start + 19)] for start in (10, 20, 30)]
     for _ in range(2):
         for number, text in enumerate(texts):
-            (drafts,) = drafter.propose([DraftContext(str(number), tuple(text), 4, GREEDY)])
+            (drafts,) = proposed(drafter, [DraftContext(str(number), tuple(text), 4, GREEDY)])
             assert drafts == reference_continuation(reference, text, 4, GREEDY)
             text += drafts[:1]
     assert drafter.generator.counts.evicted > 0
@@ -413,7 +419,7 @@ def test_blocks_return_after_200_requests(llama_folder: Path) -> None:
     drafter = load(llama_folder)
     free = drafter.generator.pool.num_free
     for number in range(200):
-        (drafts,) = drafter.propose([DraftContext(str(number), (number % 128, 1, 2), 2, GREEDY)])
+        (drafts,) = proposed(drafter, [DraftContext(str(number), (number % 128, 1, 2), 2, GREEDY)])
         assert len(drafts) == 2
         drafter.forget(str(number))
     assert drafter.generator.pool.num_free == free
@@ -423,7 +429,7 @@ def test_max_model_len_ends_drafting_earlier(llama_folder: Path) -> None:
     config = SpeculativeConfig(method="draft_model", model=str(llama_folder), max_model_len=20)
     drafter = ModelDrafter(config, target(llama_folder))
     prompts = [tuple(range(length)) for length in (18, 20, 21)]
-    drafts = drafter.propose([DraftContext(str(i), prompt, 4, GREEDY) for i, prompt in enumerate(prompts)])
+    drafts = proposed(drafter, [DraftContext(str(i), prompt, 4, GREEDY) for i, prompt in enumerate(prompts)])
     assert [len(answer) for answer in drafts] == [3, 1, 0]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.contracts import DraftContext, Drafter
+from outrider.contracts import Draft, DraftContext, Drafter
 from outrider.messages import (
     Close,
     DraftOrder,
@@ -38,7 +38,7 @@ class LastTokens:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Any]:
         self.batches.append(list(contexts))
-        return [list(context.tokens[-context.num_tokens :]) for context in contexts]
+        return [Draft(tuple(context.tokens[-context.num_tokens :])) for context in contexts]
 
     def forget(self, sequence: str) -> None:
         self.forgotten.append(sequence)
@@ -138,7 +138,7 @@ def test_order_is_drafted_after_prompt_and_committed_tokens(host: Callable[..., 
     assert proposal.tokens == (3, 4)
     assert proposal.draft_time >= 0
     assert proposal.queue_time >= 0
-    assert plugin.batches == [[DraftContext("a", (1, 2, 3, 4), 2, SamplingParams(seed=7))]]
+    assert plugin.batches == [[DraftContext("a", (1, 2, 3, 4), 2, SamplingParams(seed=7), prompt_len=3)]]
 
 
 def test_committed_since_extends_what_is_known(host: Callable[..., Host]) -> None:
@@ -292,7 +292,7 @@ def test_answer_of_the_wrong_shape_counts_as_an_error(host: Callable[..., Host],
 def test_drafts_are_cut_at_the_first_that_is_no_token(
     host: Callable[..., Host], answer: Any, kept: tuple[int, ...]
 ) -> None:
-    served = host(Answering(lambda contexts: [answer]))
+    served = host(Answering(lambda contexts: [Draft(answer)]))
     served.loop.submit([opening(), order(3)])
     assert served.proposal().tokens == kept
     assert served.loop.stats.invalid == 1
@@ -301,7 +301,7 @@ def test_drafts_are_cut_at_the_first_that_is_no_token(
 
 @pytest.mark.parametrize("answer", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)])
 def test_any_integers_leave_as_plain_ints(host: Callable[..., Host], answer: Any) -> None:
-    served = host(Answering(lambda contexts: [answer]))
+    served = host(Answering(lambda contexts: [Draft(answer)]))
     served.loop.submit([opening(), order(3)])
     tokens = served.proposal().tokens
     assert tokens == (5, 6)

@@ -24,8 +24,8 @@ def drafter(*, longest: int = 4, shortest: int = 2) -> NgramDrafter:
 
 
 def propose(plugin: NgramDrafter, tokens: Sequence[int], count: int = 4, sequence: str = "a") -> list[int]:
-    (drafts,) = plugin.propose([DraftContext(sequence, tokens, count, SamplingParams())])
-    return drafts
+    (draft,) = plugin.propose([DraftContext(sequence, tokens, count, SamplingParams())])
+    return list(draft.tokens)
 
 
 def by_brute_force(tokens: list[int], count: int, *, longest: int, shortest: int) -> list[int]:

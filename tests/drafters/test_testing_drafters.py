@@ -21,8 +21,8 @@ def make(method: str, **extra: Any) -> Drafter:
 
 
 def propose(plugin: Drafter, tokens: Sequence[int], count: int = 4, sequence: str = "a") -> list[int]:
-    (drafts,) = plugin.propose([DraftContext(sequence, tokens, count, SamplingParams())])
-    return list(drafts)
+    (draft,) = plugin.propose([DraftContext(sequence, tokens, count, SamplingParams())])
+    return list(draft.tokens)
 
 
 @pytest.mark.parametrize("method", ["oracle", "anti", "scripted"])

@@ -6,6 +6,7 @@ rebuilt from the committed tokens at any time: that is how a leg is re-homed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 
@@ -307,7 +308,7 @@ class SequentialRounds:
         )
         try:
             (draft,) = drafter.propose([context])
-            tokens = tuple(int(token) for token in draft.tokens[: self._num_tokens])
+            tokens = tuple(int(token) for token in itertools.islice(draft.tokens, self._num_tokens))
             return Draft(tokens, draft.probs if self._ratio else None)
         except Exception as error:  # a plugin's fault costs drafts, never the request
             logger.exception("the in-process drafter failed on %s; it decodes plainly", self.sequence)
