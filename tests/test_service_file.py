@@ -454,7 +454,7 @@ def test_router_and_drafter_must_speculate_alike(edited: Edited) -> None:
     (fault,) = edited(
         lambda f: deployment(f, "Drafter")[config[0]][config[1]].update(num_speculative_tokens=3)
     )
-    assert "Drafter.user_config: speculative_config differs from the Router's" in fault
+    assert "Drafter.user_config: speculative_config differs from the Router's in" in fault
 
 
 def test_a_drafter_without_an_entry_must_fit_the_router_by_its_defaults(edited: Edited) -> None:

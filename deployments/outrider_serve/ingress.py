@@ -64,6 +64,7 @@ class Readiness:
     reason: str | None
     speculation_active: bool
     speculation_reason: str | None
+    numerics: str | None = None  # strict, or fast where any verifier is; None: no verifier answers
     refusals: tuple[Refusal, ...] = ()  # hot changes that replicas of any deployment did not take
 
 
@@ -197,6 +198,7 @@ def build_app(service: Service) -> FastAPI:
             status="ready" if readiness.ready else "unavailable",
             reason=readiness.reason,
             model=service.model_name,
+            numerics=readiness.numerics,
             speculation=SpeculationHealth(readiness.speculation_active, readiness.speculation_reason),
             refused_changes=list(readiness.refusals),
         )
@@ -218,6 +220,7 @@ class HealthReport(Struct):
     status: str
     reason: str | None
     model: str
+    numerics: str | None
     speculation: SpeculationHealth
     refused_changes: list[Refusal]
 

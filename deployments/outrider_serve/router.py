@@ -188,6 +188,7 @@ class RouterReplica:
             reason=reason,
             speculation_active=reason is None and idle is None,
             speculation_reason=idle or reason,
+            numerics=_numerics(verifiers),
             refusals=tuple(sorted((one for one in refusals if one is not None), key=lambda one: one.replica)),
         )
 
@@ -205,6 +206,11 @@ class RouterReplica:
         if self._drafters is not None and not drafters:
             return "no drafter answers"
         return None
+
+
+def _numerics(verifiers: list[VerifierStats]) -> str | None:
+    """What a client may rely on, whichever verifier it gets; None where none answers."""
+    return min((one.numerics for one in verifiers), default=None)  # "fast" comes before "strict"
 
 
 def _routers() -> DeploymentHandle:

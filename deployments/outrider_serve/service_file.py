@@ -31,6 +31,7 @@ from outrider.config import (
     explain,
 )
 from outrider.errors import ConfigError
+from outrider.messages import AcceptanceRule
 from outrider_serve.desk import LEASES_PER_PLACE
 
 IMPORT_PATH = "outrider_serve.app:build"
@@ -297,6 +298,7 @@ def _cross_faults(service: Service) -> Iterator[Fault]:
             place = (*service.entries[name].place, "user_config", "speculative_config")
             where = f"{name}.user_config.speculative_config"
             yield from _drafting_faults(options.speculative_config, where, place)
+    yield from _waiting_faults(service)
 
 
 def _drafting_faults(config: SpeculativeConfig, where: str, place: Place) -> Iterator[Fault]:
@@ -310,6 +312,30 @@ def _drafting_faults(config: SpeculativeConfig, where: str, place: Place) -> Ite
             f"{where}: model is missing: method draft_model needs the folder of a smaller model with the "
             "target's tokenizer, or a name of `outrider models list`",
         )
+
+    if "draft_probs_top_n" in config.model_fields_set and config.drafting != "probabilistic":
+        yield Fault(
+            (*place, "draft_probs_top_n"),
+            f"{where}: draft_probs_top_n does nothing where drafts are drawn {config.drafting}: remove it, "
+            "or say rejection_sample_method: rejection (or block)",
+        )
+
+
+def _waiting_faults(service: Service) -> Iterator[Fault]:
+    """Under the ratio rules a step waits for drafts, and a verifier that waits must not count as lost."""
+    router = service.router
+    if router is None or router.speculative_config is None:
+        return
+    rule, planner = router.speculative_config.rejection_sample_method, router.planner
+    if rule is AcceptanceRule.COUPLED or planner.draft_timeout_s < planner.verdict_timeout_s:
+        return
+    place = service.entries["Router"].place if "Router" in service.entries else service.place
+    yield Fault(
+        (*place, "user_config", "planner"),
+        f"Router.user_config: under rejection_sample_method {rule} a verifier may wait "
+        f"planner.draft_timeout_s {planner.draft_timeout_s:g} for drafts, and counts as lost after "
+        f"planner.verdict_timeout_s {planner.verdict_timeout_s:g}: lower the first or raise the second",
+    )
 
 
 def _model_faults(model: str, where: str, place: Place) -> Iterator[Fault]:
@@ -341,9 +367,15 @@ def _placement_faults(service: Service, args: ServiceArgs) -> Iterator[Fault]:
         place = service.entries["Drafter"].place if "Drafter" in service.entries else service.place
         yield Fault(
             (*place, "user_config", "speculative_config"),
-            "Drafter.user_config: speculative_config differs from the Router's: give both the same, by a "
-            "YAML anchor (`&speculation` at the Router, `*speculation` here)",
+            f"Drafter.user_config: speculative_config differs from the Router's in "
+            f"{_differing(service.drafter.speculative_config, wanted)}: give both the same, by a YAML anchor "
+            "(`&speculation` at the Router, `*speculation` here)",
         )
+
+
+def _differing(one: SpeculativeConfig, other: SpeculativeConfig) -> str:
+    keys = type(one).model_fields
+    return ", ".join(key for key in keys if getattr(one, key) != getattr(other, key))
 
 
 def _router_faults(service: Service, args: ServiceArgs) -> Iterator[Fault]:

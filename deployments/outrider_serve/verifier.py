@@ -26,6 +26,7 @@ class VerifierStats:
     pid: int
     leased: int  # sequences that hold a place, opened or not
     refused: Refusal | None  # why the last hot change was not taken
+    numerics: str  # strict or fast: what `numerics: auto` came to
     engine: EngineStats
 
 
@@ -36,7 +37,9 @@ class VerifierReplica:
         """Load the model and listen; made on the replica's event loop. Raises ConfigError."""
         self._place = place or this_place()
         self._hot = HotOptions(f"Verifier {self._place.replica}")
-        self._loop = VerifierLoop(load_engine(args), lambda events: self._desk.deliver(events))
+        engine = load_engine(args)
+        self._numerics: str = getattr(engine.model, "numerics", "fast")
+        self._loop = VerifierLoop(engine, lambda events: self._desk.deliver(events))
         self._desk = LeaseDesk(
             self._place,
             role="verifier",
@@ -66,7 +69,12 @@ class VerifierReplica:
 
     async def stats(self) -> VerifierStats:
         return VerifierStats(
-            self._place.replica, os.getpid(), self._desk.held, self._hot.refusal, self._loop.stats
+            self._place.replica,
+            os.getpid(),
+            self._desk.held,
+            self._hot.refusal,
+            self._numerics,
+            self._loop.stats,
         )
 
     async def stop(self) -> None:
