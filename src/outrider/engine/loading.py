@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from outrider import models
 from outrider.config import EngineArgs
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.engine.engine import Engine
-    from outrider.engine.model import CausalModel
+    from outrider.engine.model import CausalModel, Numerics
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def load_engine(args: EngineArgs) -> Engine:
         device=target.device,
         block_size=args.block_size,
         cpu_kernels=args.cpu_kernels,
+        numerics=args.numerics,
     )
     if args.cpu_threads > 1 and isinstance(model, NativeModel):
         logger.warning("cpu_threads is %d, and the C kernels use one thread", args.cpu_threads)
@@ -80,11 +81,21 @@ def load_engine(args: EngineArgs) -> Engine:
     )
 
 
-def load_model(folder: Path, *, dtype: str, device: str, block_size: int, cpu_kernels: str) -> CausalModel:
+def load_model(
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    block_size: int,
+    cpu_kernels: str,
+    numerics: Literal["auto", "strict", "fast"] = "auto",
+) -> CausalModel:
     """The fastest implementation that can run this checkpoint here. Raises `ConfigError`.
 
     cpu_kernels: "native" insists on the C kernels, "torch" refuses them, "auto" takes them where they fit
     and says so where they do not.
+    numerics: "auto" is strict where that costs (nearly) nothing: the C kernels are strict as they are. Fixed
+    tiles in torch cost more than a tenth of a step (docs/benchmarks.md), so there it is fast.
     """
     import torch
 
@@ -101,7 +112,15 @@ def load_model(folder: Path, *, dtype: str, device: str, block_size: int, cpu_ke
         if cpu_kernels == "native":
             raise ConfigError(f"cpu_kernels: native cannot run {folder}: {reason}; use auto or torch")
         logger.warning("%s runs on torch's kernels, which are slower than the C kernels: %s", folder, reason)
-    return TransformersModel(folder, dtype=torch_dtype, device=torch.device(device), block_size=block_size)
+    chosen: Numerics = "strict" if numerics == "strict" else "fast"
+    logger.info("%s runs with numerics: %s", folder, chosen)
+    return TransformersModel(
+        folder,
+        dtype=torch_dtype,
+        device=torch.device(device),
+        block_size=block_size,
+        numerics=chosen,
+    )
 
 
 def text_config(folder: Path) -> dict[str, Any]:

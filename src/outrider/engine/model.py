@@ -9,10 +9,13 @@ Shapes: R rows (tokens of this step, all sequences one after the other), L logit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+Numerics: TypeAlias = Literal["strict", "fast"]
+"""strict: a row's logits are bitwise the same in any company."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Batch:
 class CausalModel(Protocol):
     """A causal language model with a paged KV cache of its own. Rolling back is writing over: no call."""
 
+    numerics: Numerics
     vocab_size: int  # V, the width of the logits; ids >= the tokenizer's size are padding
     max_model_len: int  # positions the model can take
     block_size: int

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.loading import text_config
-from outrider.engine.model import Batch
+from outrider.engine.model import Batch, Numerics
 from outrider.engine.native import library
 from outrider.errors import ConfigError
 
@@ -149,6 +149,8 @@ def _architecture(config: dict[str, Any]) -> str:
 
 class NativeModel:
     """`CausalModel` over kernels.c. One thread; a call releases the interpreter."""
+
+    numerics: Numerics = "strict"
 
     def __init__(self, folder: Path, *, block_size: int) -> None:
         """Read and pack the weights. Raises `ConfigError`: unsupported, or not what config.json says."""

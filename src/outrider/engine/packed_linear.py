@@ -84,8 +84,10 @@ class FusedPart(nn.Module):
         return self._fused.part(x, self._index)
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, *, fuse: bool = True) -> int:
     """Replace the model's linear layers by packed ones and return how many; 0 where this CPU cannot.
+
+    `fuse`: layers that read the same input become one product.
 
     A weight that is tied to the embedding is packed as a copy, the embedding stays. All other originals are
     freed one by one, so the peak is one layer above the model's size.
@@ -95,7 +97,7 @@ def pack_linears(model: nn.Module) -> int:
     count = 0
     # Only parents: a list that held the layers themselves would keep all originals alive.
     for parent in [module for module in model.modules() if any(True for _ in module.children())]:
-        for names in SIBLINGS:
+        for names in SIBLINGS if fuse else ():
             linears = [child for name in names if isinstance(child := getattr(parent, name, None), nn.Linear)]
             if len(linears) == len(names) and _fusible(linears):
                 fused = FusedLinears(linears)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.model import Batch
-from outrider.engine.packed_linear import pack_linears
+from outrider.engine import strict
+from outrider.engine.model import Batch, Numerics
+from outrider.engine.packed_linear import PackedLinear, pack_linears
 from outrider.engine.paged_attention import (
     INTERFACE,
     Attend,
@@ -52,21 +53,29 @@ class TransformersModel:
         device: torch.device,
         block_size: int,
         pack_linears: bool = True,
+        numerics: Numerics = "fast",
     ) -> None:
+        """numerics: "strict" keeps every row's bits apart from its company; raises `ConfigError` where that
+        cannot be kept."""
+        self.numerics = numerics
         self.block_size = block_size
         self.device = device
         self.dtype = dtype
         register()
         self._model = _load(path, dtype, device)
         self.max_model_len = _max_model_len(self._model.config.get_text_config())
-        self._attend = _kernel(device)
+        if numerics == "strict" and (reason := strict.why_not(self._model.config.get_text_config())):
+            raise ConfigError(f"numerics: strict cannot be kept for {path}: {reason}; say numerics: fast")
+        self._attend = _kernel(device, numerics)
         with torch.inference_mode():
             profile = probe(self._model, attend=self._attend, max_model_len=self.max_model_len)
         self.vocab_size = profile.vocab_size
         self._layers = profile.layers
         self._selects_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         if pack_linears and dtype == torch.bfloat16 and device.type == "cpu":
-            _pack(self._model)
+            _pack(self._model, fuse=numerics == "fast")  # tiles of one input are not one tensor
+        if numerics == "strict":
+            _tile(self._model, device)
         self._attention: PagedAttention | None = None
 
     def bytes_per_block(self) -> int:
@@ -157,17 +166,30 @@ def _max_model_len(text_config: Any) -> int:
     return length
 
 
-def _kernel(device: torch.device) -> Attend:
+def _kernel(device: torch.device, numerics: Numerics) -> Attend:
     if device.type != "cuda":
-        return attend_torch
+        return strict.attend_strict if numerics == "strict" else attend_torch
     from outrider.engine.triton_attention import attend_triton
 
     return attend_triton
 
 
-def _pack(model: nn.Module) -> None:
-    count = pack_linears(model)
+def _pack(model: nn.Module, *, fuse: bool) -> None:
+    count = pack_linears(model, fuse=fuse)
     logger.info("packed %d linear layers for oneDNN", count)
+
+
+def _tile(model: nn.Module, device: torch.device) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    if device.type == "cuda":
+        from outrider.engine.triton_linear import replace_linears
+
+        count = replace_linears(model)
+    else:
+        strict.pad_activations(model)
+        count = strict.tile_linears(model, (nn.Linear, Conv1D, PackedLinear))
+    logger.info("strict numerics: %d linear layers work on fixed tiles", count)
 
 
 def _first_line(error: Exception) -> str:
