@@ -135,9 +135,9 @@ def _by_ratio(rule: AcceptanceRule, processed: Tensor, blocks: Sequence[Block], 
             for i in range(positions)
         ]
 
-    uniforms = uniform(keys(Purpose.ACCEPT, width), device).view(-1, width)
+    uniforms = uniform(keys(Purpose.ACCEPT, width), device).view(len(lanes), width)
     judged = judge(rule, target_probs(processed, lanes)[rows], drafts, uniforms)
-    residual_keys = torch.tensor(keys(Purpose.RESIDUAL, width + 1), device=device).view(-1, width + 1)
+    residual_keys = torch.tensor(keys(Purpose.RESIDUAL, width + 1), device=device).view(len(lanes), width + 1)
     accepted = judged.accepted.unsqueeze(1)
     extra = draw(judged.extra_probs.log(), [1.0] * len(lanes), residual_keys.gather(1, accepted).squeeze(1))
     padded = torch.cat([tokens, torch.zeros_like(accepted)], dim=1)
