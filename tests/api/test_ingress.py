@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.config import LimitOptions, RouterOptions, SpeculativeConfig
 from outrider.errors import GenerationError, OutriderError, OverloadedError, UnavailableError
 from outrider.generation import Chunk, GenerationRequest, GenerationStats
-from outrider.messages import FinishReason
+from outrider.messages import FinishReason, Grammar, TokenLogprobs
 from outrider.text import TextStream, Tokenizer
 from outrider_serve.hot_options import Refusal
-from outrider_serve.ingress import Readiness, build_app
+from outrider_serve.ingress import Readiness
 from outrider_serve.telemetry import Snapshot, Telemetry
+
+Running: TypeAlias = Callable[[Any], AbstractAsyncContextManager[str]]
 
 MODEL = "tiny/scripted"
 REPLY = "Merhaba dünya: ığdır, 你好, 🙂🚀 and the end."
@@ -35,8 +35,9 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 class ScriptedCoordinator:
     """Says `reply` to everything, in rounds of K drafts, all accepted, and one token more.
 
-    `before` is raised instead of the first chunk, `midway` after it; a cleared `may_go_on` holds a
-    generation after its first chunk, `may_begin` before it.
+    `before` is raised instead of the first chunk, `midway` after it (of the choice `fails` only, if that is
+    set); a cleared `may_go_on` holds a generation after its first chunk, `may_begin` before it. Token i of a
+    reply has the log-probability -i, and its alternatives are the ids from 300 down.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -45,6 +46,7 @@ class ScriptedCoordinator:
         self.num_drafts = 4
         self.before: Exception | None = None
         self.midway: Exception | None = None
+        self.fails: int | None = None
         self.may_begin, self.may_go_on = asyncio.Event(), asyncio.Event()
         self.may_begin.set()
         self.may_go_on.set()
@@ -60,7 +62,9 @@ class ScriptedCoordinator:
 
 class ScriptedGeneration:
     def __init__(self, script: ScriptedCoordinator, request: GenerationRequest) -> None:
-        self.stats = GenerationStats(prompt_tokens=len(request.prompt))
+        asked = request.max_draft_tokens
+        planned = script.num_drafts if asked is None else min(asked, script.num_drafts)
+        self.stats = GenerationStats(prompt_tokens=len(request.prompt), planned_drafts=planned)
         self._script = script
         self._request = request
         self._chunks = self._run()
@@ -76,8 +80,7 @@ class ScriptedGeneration:
         tokens = [*script.tokenizer.encode(script.reply), *script.tokenizer.eos_token_ids][
             : request.max_tokens
         ]
-        asked = request.max_draft_tokens
-        num_drafts = script.num_drafts if asked is None else min(asked, script.num_drafts)
+        num_drafts = self.stats.planned_drafts
         text = TextStream(script.tokenizer, request.stop)
         finish: FinishReason | None = None
         script.active += 1
@@ -89,7 +92,7 @@ class ScriptedGeneration:
             for at in range(0, len(tokens), num_drafts + 1):
                 if at:
                     await script.may_go_on.wait()
-                    if script.midway is not None:
+                    if script.midway is not None and script.fails in (None, request.sampling.choice):
                         raise script.midway
                 block = tuple(tokens[at : at + num_drafts + 1])
                 piece = text.feed(block)
@@ -102,7 +105,13 @@ class ScriptedGeneration:
                 self.stats.completion_tokens += piece.used
                 drafted = tuple(place < len(block) - 1 for place in range(len(block)))
                 await asyncio.sleep(0)
-                yield Chunk(piece.text + tail, block[: piece.used], drafted[: piece.used], finish)
+                reported: list[TokenLogprobs] = []
+                if request.logprobs is not None:
+                    top = tuple((300 - rank, -1.0 - rank) for rank in range(request.logprobs))
+                    reported = [TokenLogprobs(-float(at + place), top) for place in range(piece.used)]
+                yield Chunk(
+                    piece.text + tail, block[: piece.used], drafted[: piece.used], finish, tuple(reported)
+                )
                 if finish is not None:
                     return
         finally:
@@ -123,7 +132,7 @@ class ScriptedService:
         )
         self.coordinator = ScriptedCoordinator(tokenizer)
         self.telemetry = Telemetry(MODEL, engine=replica)
-        self.readiness = Readiness(True, None, True, None)
+        self.readiness = Readiness(True, None, True, None, "strict")
         self.peers: list[Telemetry] = []
 
     async def ready(self) -> Readiness:
@@ -150,24 +159,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@asynccontextmanager
-async def running(service: ScriptedService) -> AsyncIterator[str]:
-    """The application of `service` behind a free port; gives its base address."""
-    config = uvicorn.Config(build_app(service), ws="none", lifespan="off", log_level="critical")
-    server = uvicorn.Server(config)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        serving = asyncio.create_task(server.serve([listener]))
-        try:
-            await until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await asyncio.wait_for(serving, 20)
-
-
 @pytest.fixture
-async def http(service: ScriptedService) -> AsyncIterator[httpx.AsyncClient]:
+async def http(service: ScriptedService, running: Running) -> AsyncIterator[httpx.AsyncClient]:
     async with running(service) as address, httpx.AsyncClient(base_url=address, timeout=20) as client:
         yield client
 
@@ -362,6 +355,334 @@ async def test_plain_decoding_has_no_acceptance_to_report(http: httpx.AsyncClien
     detail = (await http.post("/v1/chat/completions", json=body)).json()["outrider"]
     assert (detail["rounds"], detail["acceptance_rate"], detail["mean_acceptance_length"]) == (0, None, None)
     assert not any(one["drafted"] for one in detail["tokens"])
+
+
+# ---- several choices
+
+
+async def test_choices_are_independent_generations_that_differ_in_their_index_alone(
+    client: AsyncOpenAI, service: ScriptedService
+) -> None:
+    answer = await client.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=5)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {REPLY}
+    requests = service.coordinator.requests
+    assert [request.sampling.choice for request in requests] == [0, 1, 2]
+    assert {request.sampling.seed for request in requests} == {5}
+    reply = len(service.tokenizer.encode(REPLY)) + 1
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(requests[0].prompt), "the prompt counts once"
+    assert answer.usage.completion_tokens == 3 * reply
+
+
+async def test_streamed_choices_interleave_and_each_has_a_role_and_a_reason(client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=HELLO, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, usage = [chunk async for chunk in stream]
+    order = [chunk.choices[0].index for chunk in chunks]
+    assert order != sorted(order), "one after the other would make the last wait for the first"
+    for index in range(3):
+        first, *deltas, last = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert (first.delta.role, first.delta.content) == ("assistant", "")
+        assert "".join(choice.delta.content or "" for choice in deltas) == REPLY
+        assert (last.finish_reason, last.delta.content) == ("stop", None)
+        assert all(choice.finish_reason is None for choice in deltas)
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens > 30
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_failing_choice_ends_the_answer_and_frees_the_others(
+    http: httpx.AsyncClient, service: ScriptedService, stream: bool
+) -> None:
+    service.coordinator.midway, service.coordinator.fails = GenerationError("NaN in the logits"), 1
+    reply = await http.post("/v1/chat/completions", json=CHAT | {"n": 3, "stream": stream})
+    if stream:
+        assert reply.status_code == 200
+        assert "NaN in the logits" in events_of(reply.text)[-1]["error"]["message"]
+    else:
+        assert reply.status_code == 500
+    assert service.coordinator.active == 0
+    assert value(service.telemetry, "vllm:num_requests_running") == 0
+
+
+async def test_a_client_that_leaves_cancels_every_choice(
+    client: AsyncOpenAI, service: ScriptedService
+) -> None:
+    service.coordinator.may_go_on.clear()
+    stream = await client.chat.completions.create(model=MODEL, messages=HELLO, n=4, stream=True)
+    await anext(aiter(stream))
+    await until(lambda: service.coordinator.active == 4)
+    await stream.close()
+    await until(lambda: service.coordinator.active == 0)
+    assert service.coordinator.cancelled == 4
+
+
+async def test_the_figures_of_several_choices_are_their_sums(http: httpx.AsyncClient) -> None:
+    body = CHAT | {"speculation_detail": True}
+    one = (await http.post("/v1/chat/completions", json=body)).json()["outrider"]
+    three = (await http.post("/v1/chat/completions", json=body | {"n": 3})).json()["outrider"]
+    for key in ("rounds", "draft_tokens", "accepted_tokens"):
+        assert three[key] == 3 * one[key] > 0
+    assert three["acceptance_rate"] == one["acceptance_rate"]
+    assert "tokens" not in three, "whose they are could not be told"
+
+
+# ---- log-probabilities
+
+
+async def test_chat_logprobs_have_an_entry_a_token_with_its_bytes_and_alternatives(
+    client: AsyncOpenAI, service: ScriptedService
+) -> None:
+    answer = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    entries = logprobs.content
+    assert entries is not None
+    tokens = [*service.tokenizer.encode(REPLY), *service.tokenizer.eos_token_ids]
+    assert answer.usage is not None
+    assert len(entries) == len(tokens) == answer.usage.completion_tokens
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == REPLY
+    assert entries[-1].bytes is None, "the end has a name and no text"
+    assert entries[-1].token == "<|end|>"
+    assert [entry.logprob for entry in entries] == [-float(place) for place in range(len(tokens))]
+    assert all([one.logprob for one in entry.top_logprobs] == [-1.0, -2.0] for entry in entries)
+
+
+async def test_logprobs_of_a_stream_come_once_a_token_also_where_the_text_is_held_back(
+    client: AsyncOpenAI, service: ScriptedService
+) -> None:
+    """A round of one token: the first bytes of an emoji have an entry and no text yet."""
+    service.coordinator.num_drafts = 0
+    whole = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True)
+    stream = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert whole.choices[0].logprobs is not None
+    assert entries == whole.choices[0].logprobs.content
+    assert any(choice.logprobs and not choice.delta.content for choice in choices)
+
+
+async def test_completion_logprobs_say_where_in_the_text_each_token_begins(
+    client: AsyncOpenAI, service: ScriptedService
+) -> None:
+    answer = await client.completions.create(model=MODEL, prompt="x", max_tokens=100, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    tokens, offsets = logprobs.tokens, logprobs.text_offset
+    assert tokens is not None
+    assert offsets is not None
+    assert offsets == sorted(offsets)
+    for token, offset in zip(tokens, offsets, strict=True):
+        if not token.startswith("bytes:") and token != "<|end|>":
+            assert REPLY[offset : offset + len(token)] == token
+    assert len(tokens) == len(service.tokenizer.encode(REPLY)) + 1
+    assert logprobs.top_logprobs is not None
+    assert all(tokens[place] in top for place, top in enumerate(logprobs.top_logprobs))
+    bare = await client.completions.create(model=MODEL, prompt="x", logprobs=0)
+    assert bare.choices[0].logprobs is not None
+    assert bare.choices[0].logprobs.top_logprobs is None
+    assert bare.choices[0].logprobs.token_logprobs is not None
+
+
+async def test_logprobs_end_with_the_token_that_completed_the_stop_string(
+    client: AsyncOpenAI, service: ScriptedService
+) -> None:
+    """Public report 16: ids and log-probabilities past the stop were reported."""
+    answer = await client.chat.completions.create(model=MODEL, messages=HELLO, stop="你", logprobs=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert answer.usage is not None
+    assert len(logprobs.content) == answer.usage.completion_tokens
+    assert "你" in b"".join(bytes(entry.bytes or ()) for entry in logprobs.content).decode(errors="ignore")
+
+
+async def test_without_logprobs_every_choice_says_null(http: httpx.AsyncClient) -> None:
+    for route, body in (("chat/completions", CHAT), ("completions", TEXT)):
+        answer = (await http.post(f"/v1/{route}", json=body)).json()
+        assert answer["choices"][0]["logprobs"] is None
+
+
+# ---- what is passed on
+
+
+async def test_every_field_of_a_request_reaches_the_coordinator(
+    http: httpx.AsyncClient, service: ScriptedService
+) -> None:
+    body = TEXT | {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "min_p": 0.1,
+        "logit_bias": {"5": -100, "7": 2.5},
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "logprobs": 3,
+    }
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    (request,) = service.coordinator.requests
+    sampling = request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert (sampling.repetition_penalty, sampling.min_p) == (1.2, 0.1)
+    assert sampling.logit_bias == ((5, -100.0), (7, 2.5))
+    assert (request.stop_token_ids, request.ignore_eos, request.min_tokens) == ((9,), True, 2)
+    assert request.logprobs == 3
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("field", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "regex", "[a-z]+"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, "ebnf", 'root ::= "a" | "b"'),
+    ],
+)
+@pytest.mark.parametrize(("route", "body"), [("chat/completions", "chat"), ("completions", "text")])
+async def test_what_the_text_must_match_is_spelled_as_openai_and_vllm_do(
+    http: httpx.AsyncClient,
+    service: ScriptedService,
+    route: str,
+    body: str,
+    field: dict[str, Any],
+    kind: Any,
+    text: str,
+) -> None:
+    reply = await http.post(f"/v1/{route}", json=(CHAT if body == "chat" else TEXT) | field)
+    assert reply.status_code == 200
+    assert service.coordinator.requests[0].grammar == Grammar(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "blob"}},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "root ::="}}, "structured_outputs.grammar"),
+    ],
+)
+async def test_a_grammar_that_is_none_is_400_naming_the_field(
+    http: httpx.AsyncClient, service: ScriptedService, field: dict[str, Any], param: str
+) -> None:
+    reply = await http.post("/v1/chat/completions", json=CHAT | field)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert service.coordinator.requests == []
+
+
+@pytest.mark.parametrize(
+    "content", ["two words", [{"type": "text", "text": "two"}, {"type": "text", "text": " words"}]]
+)
+async def test_a_prediction_is_tokens_of_the_answer_without_those_around_a_prompt(
+    client: AsyncOpenAI, service: ScriptedService, content: Any
+) -> None:
+    await client.chat.completions.create(
+        model=MODEL, messages=HELLO, prediction={"type": "content", "content": content}
+    )
+    (request,) = service.coordinator.requests
+    assert list(request.prediction) == service.tokenizer.encode_piece("two words")
+
+
+@pytest.mark.parametrize("prompt", ["the text", None])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_puts_the_prompt_in_front_of_every_choice(
+    http: httpx.AsyncClient, service: ScriptedService, prompt: str | None, stream: bool
+) -> None:
+    asked = prompt or service.tokenizer.encode("the text")
+    body = {"model": MODEL, "prompt": asked, "max_tokens": 100, "echo": True, "n": 2, "stream": stream}
+    reply = await http.post("/v1/completions", json=body)
+    texts = ["", ""]
+    for document in events_of(reply.text) if stream else [reply.json()]:
+        for choice in document["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["the text" + REPLY] * 2
+
+
+async def test_min_tokens_that_cannot_fit_the_context_are_refused_with_both_numbers(
+    http: httpx.AsyncClient,
+) -> None:
+    reply = await http.post("/v1/chat/completions", json=CHAT | {"min_tokens": 10**30})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+# ---- vLLM's block of one request
+
+METRICS = {"per_request_spec_decode_metrics": "summary"}
+
+
+async def test_the_acceptance_of_a_request_is_told_to_who_asks_in_vllms_shape(
+    http: httpx.AsyncClient, service: ScriptedService
+) -> None:
+    plain = (await http.post("/v1/chat/completions", json=CHAT)).json()
+    assert "metrics" not in plain, "off by default: it is a side channel"
+    answer = (await http.post("/v1/chat/completions", json=CHAT | METRICS)).json()
+    block = answer["metrics"]["speculative_decoding"]
+    size = len(service.tokenizer.encode(REPLY)) + 1
+    full, rest = divmod(size, 5)
+    assert block["num_spec_steps"] == full + (rest > 1)
+    assert block["num_draft_tokens"] == block["num_accepted_draft_tokens"] == 4 * full + max(rest - 1, 0)
+    assert block["draft_acceptance_rate"] == 1.0
+    assert block["mean_acceptance_length"] == 1 + block["num_accepted_draft_tokens"] / block["num_spec_steps"]
+    assert sum(block["acceptance_histogram"]) == block["num_spec_steps"]
+    assert sum(sum(row) for row in block["acceptance_histogram_by_draft_length"].values()) == sum(
+        block["acceptance_histogram"]
+    )
+    assert all(len(row) == int(k) + 1 for k, row in block["acceptance_histogram_by_draft_length"].items())
+    assert "per_step_accepted" not in block
+    detailed = {"per_request_spec_decode_metrics": "detailed"}
+    answer = (await http.post("/v1/chat/completions", json=CHAT | detailed)).json()
+    block = answer["metrics"]["speculative_decoding"]
+    assert block["per_step_accepted"] == block["per_step_drafted"]
+    assert sum(block["per_step_drafted"]) == block["num_draft_tokens"]
+
+
+async def test_the_block_is_null_for_several_choices_and_where_nobody_drafts(
+    http: httpx.AsyncClient,
+) -> None:
+    for other in ({"n": 2}, {"speculative": False}):
+        answer = (await http.post("/v1/chat/completions", json=CHAT | METRICS | other)).json()
+        assert answer["metrics"] == {"speculative_decoding": None}
+
+
+async def test_a_stream_has_the_block_beside_its_usage_only(http: httpx.AsyncClient) -> None:
+    body = CHAT | METRICS | {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events_of((await http.post("/v1/chat/completions", json=body)).text)
+    assert all("metrics" not in chunk for chunk in chunks)
+    assert last["metrics"]["speculative_decoding"]["num_spec_steps"] > 3
+    refused = await http.post("/v1/chat/completions", json=CHAT | METRICS | {"stream": True})
+    assert refused.json()["error"]["param"] == "per_request_spec_decode_metrics"
+
+
+async def test_usage_says_nothing_of_predictions_that_nobody_gave(client: AsyncOpenAI) -> None:
+    """Drafts of the service are not the client's prediction."""
+    answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert details.reasoning_tokens == 0
 
 
 # ---- what clients do wrong
@@ -568,6 +889,7 @@ async def test_health_tells_readiness_and_speculation_apart(
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["speculation"] == {"active": True, "reason": None}
     assert ready.json()["refused_changes"] == []
+    assert ready.json()["numerics"] == "strict"
     service.readiness = Readiness(False, "no verifier answers", False, "no speculative_config")
     for route in ("/health/ready", "/health"):
         down = await http.get(route)
@@ -579,7 +901,9 @@ async def test_health_tells_readiness_and_speculation_apart(
 async def test_health_names_the_replicas_that_refused_a_change_and_stays_ready(
     http: httpx.AsyncClient, service: ScriptedService
 ) -> None:
-    service.readiness = Readiness(True, None, True, None, (Refusal("Verifier v1", "unknown key 'dtype'"),))
+    service.readiness = Readiness(
+        True, None, True, None, "fast", (Refusal("Verifier v1", "unknown key 'dtype'"),)
+    )
     ready = await http.get("/health/ready")
     assert (ready.status_code, ready.json()["speculation"]["active"]) == (200, True)
     assert ready.json()["refused_changes"] == [{"replica": "Verifier v1", "reason": "unknown key 'dtype'"}]
@@ -599,7 +923,9 @@ def value(telemetry: Telemetry, name: str) -> float:
     )
 
 
-async def test_metrics_are_those_of_all_routers_side_by_side_whichever_is_asked(tokenizer: Tokenizer) -> None:
+async def test_metrics_are_those_of_all_routers_side_by_side_whichever_is_asked(
+    tokenizer: Tokenizer, running: Running
+) -> None:
     one, other = ScriptedService(tokenizer, "r1"), ScriptedService(tokenizer, "r2")
     one.peers, other.peers = [other.telemetry], [one.telemetry]
     async with running(one) as here, running(other) as there, httpx.AsyncClient(timeout=20) as http:
@@ -627,24 +953,40 @@ async def test_metrics_are_those_of_all_routers_side_by_side_whichever_is_asked(
 async def test_the_counters_add_up_to_what_the_answers_report(
     http: httpx.AsyncClient, service: ScriptedService
 ) -> None:
+    """vLLM's rule: where every request has one choice, the sums of its blocks are the counters.
+
+    Public report 43: two tools disagreed on the acceptance length.
+    """
     bodies = [
-        CHAT | extra | {"speculation_detail": True} for extra in ({}, {"stop": "你"}, {"speculative": False})
+        CHAT | extra | {"speculation_detail": True, "per_request_spec_decode_metrics": "summary"}
+        for extra in ({}, {"stop": "你"}, {"max_tokens": 7})
     ]
     answers = [(await http.post("/v1/chat/completions", json=body)).json() for body in bodies]
     seen = samples((await http.get("/metrics")).text)
     base = (("engine", "r1"), ("model_name", MODEL))
+    blocks = [answer["metrics"]["speculative_decoding"] for answer in answers]
 
-    def reported(key: str) -> int:
-        return sum(int(answer["outrider"][key]) for answer in answers)
+    def reported(key: str, also: str) -> int:
+        total = sum(int(block[key]) for block in blocks)
+        assert total == sum(int(answer["outrider"][also]) for answer in answers)
+        return total
 
-    assert seen["vllm:spec_decode_num_drafts_total", base] == reported("rounds") > 0
-    assert seen["vllm:spec_decode_num_draft_tokens_total", base] == reported("draft_tokens")
-    assert seen["vllm:spec_decode_num_accepted_tokens_total", base] == reported("accepted_tokens")
+    assert seen["vllm:spec_decode_num_drafts_total", base] == reported("num_spec_steps", "rounds") > 0
+    assert seen["vllm:spec_decode_num_draft_tokens_total", base] == reported(
+        "num_draft_tokens", "draft_tokens"
+    )
+    accepted = reported("num_accepted_draft_tokens", "accepted_tokens")
+    assert seen["vllm:spec_decode_num_accepted_tokens_total", base] == accepted
     by_position = [
         seen["vllm:spec_decode_num_accepted_tokens_per_pos_total", (*base, ("position", str(place)))]
         for place in range(4)
     ]
-    assert sum(by_position) == reported("accepted_tokens")
-    assert by_position == sorted(by_position, reverse=True)
+    assert by_position == [
+        sum(sum(block["acceptance_histogram"][place + 1 :]) for block in blocks) for place in range(4)
+    ]
+    for block, answer in zip(blocks, answers, strict=True):
+        assert block["mean_acceptance_length"] == answer["outrider"]["mean_acceptance_length"]
     completion = sum(answer["usage"]["completion_tokens"] for answer in answers)
     assert seen["vllm:generation_tokens_total", base] == completion
+    wasted = sum(answer["outrider"]["wasted_draft_tokens"] for answer in answers)
+    assert seen["outrider_wasted_draft_tokens_total", base] == wasted
