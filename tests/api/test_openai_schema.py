@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
 from outrider.errors import RequestError
+from outrider.messages import SamplingParams
 from outrider_serve.openai_body import parse_body
 from outrider_serve.openai_schema import (
     ChatBody,
@@ -19,6 +21,7 @@ from outrider_serve.openai_schema import (
     Message,
     with_current_tables,
 )
+from outrider_serve.openai_unsupported import OUT_OF_SCOPE
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -56,14 +59,50 @@ def parse(body: dict[str, Any]) -> GenerationBody:
             "image_url",
         ),
         (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported"),
+        (CHAT | {"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (CHAT | {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
         (
-            CHAT | {"response_format": {"type": "json_object"}},
-            "response_format",
-            "not supported",
+            CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "missing",
         ),
-        (CHAT | {"logprobs": True}, "logprobs", "not supported"),
-        (CHAT | {"n": 2}, "n", "`1`"),
-        (CHAT | {"presence_penalty": 0.1}, "presence_penalty", "not supported"),
+        (CHAT | {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        (CHAT | {"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
+        (CHAT | {"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "not supported"),
+        (
+            CHAT | {"structured_outputs": {"regex": "a"}} | {"response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "exclude each other",
+        ),
+        (CHAT | {"n": 0}, "n", "allowed is at least 1 and at most 16"),
+        (CHAT | {"n": 17}, "n", "allowed is at least 1 and at most 16"),
+        (CHAT | {"presence_penalty": 2.1}, "presence_penalty", "allowed is at least -2 and at most 2"),
+        (CHAT | {"frequency_penalty": -3}, "frequency_penalty", "allowed is at least -2 and at most 2"),
+        (CHAT | {"repetition_penalty": 0}, "repetition_penalty", "allowed is above 0 and at most 2"),
+        (CHAT | {"min_p": 1.5}, "min_p", "allowed is at least 0 and at most 1"),
+        (CHAT | {"min_tokens": -1}, "min_tokens", "allowed is at least 0"),
+        (CHAT | {"logit_bias": {"the": 1}}, "logit_bias", "no token id"),
+        (CHAT | {"logit_bias": {"-1": 1}}, "logit_bias", "no token id"),
+        (CHAT | {"logit_bias": {"05": 1}}, "logit_bias", "no token id"),
+        (CHAT | {"logit_bias": {"5": 100.5}}, "logit_bias", "allowed is -100 to 100"),
+        (CHAT | {"logit_bias": {"5": True}}, "logit_bias.5", "number"),
+        (CHAT | {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+        (CHAT | {"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+        (CHAT | {"stop": ["a"] * 10_000}, "stop", "at most 16"),
+        (CHAT | {"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
+        (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        (CHAT | {"prediction": {"type": "content"}}, "prediction.content", "missing"),
+        (
+            CHAT | {"prediction": {"type": "content", "content": "x"}, "n": 2},
+            "n",
+            "1 choice",
+        ),
+        (CHAT | {"per_request_spec_decode_metrics": "all"}, "per_request_spec_decode_metrics", "summary"),
+        (
+            CHAT | {"max_tokens": 3, "max_completion_tokens": 4},
+            "max_tokens",
+            "differ",
+        ),
         (CHAT | {"max_token": 3}, "max_token", "did you mean max_tokens?"),
         (CHAT | {"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
         (CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -99,11 +138,15 @@ def parse(body: dict[str, Any]) -> GenerationBody:
         (TEXT | {"prompt": [1, "a"]}, "prompt", '"a"'),
         (TEXT | {"prompt": [1.5]}, "prompt", "1.5"),
         (TEXT | {"prompt": 3}, "prompt", "string"),
-        (TEXT | {"echo": True}, "echo", "not supported"),
+        (TEXT | {"echo": True, "logprobs": 1}, "echo", "leave one out"),
         (TEXT | {"suffix": "."}, "suffix", "not supported"),
-        (TEXT | {"logprobs": 0}, "logprobs", "not supported"),
+        (TEXT | {"logprobs": 6}, "logprobs", "allowed is at least 0 and at most 5"),
+        (TEXT | {"logprobs": True}, "logprobs", "integer"),
+        (TEXT | {"use_beam_search": True}, "use_beam_search", "not supported"),
         (TEXT | {"best_of": 2}, "best_of", "not supported"),
-        (TEXT | {"ignore_eos": True}, "ignore_eos", "not supported"),
+        (TEXT | {"temperature": -1}, "temperature", "allowed is at least 0 and at most 2"),
+        (TEXT | {"top_p": 0}, "top_p", "allowed is above 0 and at most 1"),
+        (TEXT | {"top_p": 2}, "top_p", "allowed is above 0 and at most 1"),
     ],
 )
 def test_a_wrong_body_is_refused_naming_the_field(body: dict[str, Any], param: str, says: str) -> None:
@@ -136,30 +179,30 @@ def test_what_is_no_json_object_is_refused(content: bytes) -> None:
             parse_body(model, content)
 
 
-NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0.0,
-    "logit_bias": {},
-    "stop": None,
-    "temperature": None,
-    "top_p": None,
-    "seed": None,
-    "stream": None,
-    "stream_options": None,
-    "max_tokens": None,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "ignore_eos": False,
-}
+NEUTRAL: dict[str, Any] = dict.fromkeys(
+    (
+        *("n", "stop", "temperature", "top_p", "min_p", "seed", "stream", "stream_options", "max_tokens"),
+        *("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs"),
+        *("stop_token_ids", "ignore_eos", "min_tokens", "response_format", "structured_outputs"),
+    )
+)
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    for body in (CHAT, TEXT):
+        parsed = parse(body | NEUTRAL)
+        assert replace(parsed.sampling(), seed=0) == SamplingParams()
+        assert (parsed.choices, parsed.constraint, parsed.stop, parsed.include_usage) == (1, None, [], False)
 
 
 def test_known_fields_with_values_that_change_nothing_are_taken() -> None:
-    chat: dict[str, Any] = {"logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "none"}
+    both: dict[str, Any] = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}}
+    both |= {"repetition_penalty": 1, "min_p": 0, "ignore_eos": False, "use_beam_search": False}
+    chat: dict[str, Any] = {"logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none"}
     chat |= {"response_format": {"type": "text"}, "max_completion_tokens": None, "store": False}
     text = {"logprobs": None, "echo": False, "suffix": None, "best_of": 1}
-    assert parse(CHAT | NEUTRAL | chat).sampling().temperature == 1.0
-    assert parse(TEXT | NEUTRAL | text).sampling().temperature == 1.0
+    for body in (CHAT | both | chat, TEXT | both | text):
+        assert replace(parse(body).sampling(), seed=0) == SamplingParams()
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**64, 10**300])
@@ -181,6 +224,7 @@ def test_no_field_is_both_honoured_and_refused(model: type[GenerationBody]) -> N
 
 @pytest.mark.parametrize("body", [CHAT, TEXT])
 def test_every_known_field_is_refused_with_another_value(body: dict[str, Any]) -> None:
+    """Public report 46: best_of and beam search changed what speculation means without a word."""
     for field in parse(body).unsupported:
         with pytest.raises(RequestError) as refused:
             parse(body | {field.name: "something else"})
@@ -194,16 +238,22 @@ def test_a_completion_needs_a_prompt() -> None:
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(RequestError, match="n is not supported"):
-        parse(CHAT | {"n": True})
-    with pytest.raises(RequestError, match="logprobs"):
-        parse(CHAT | {"logprobs": 0})
+    for field, value in (("n", True), ("logprobs", 0), ("best_of", True)):
+        with pytest.raises(RequestError, match=field):
+            parse(CHAT | {field: value})
 
 
 def test_a_long_value_is_not_repeated_in_full() -> None:
     with pytest.raises(RequestError) as refused:
         parse(CHAT | {"temperature": "x" * 10_000})
     assert len(str(refused.value)) < 200
+
+
+def test_what_is_not_in_scope_is_refused_by_the_fields_that_ask_for_it() -> None:
+    refused = {*(field.name for body in (ChatBody, CompletionBody) for field in body.unsupported)}
+    for field in ("tools", "tool_choice", "functions", "audio", "modalities", "use_beam_search", "best_of"):
+        assert field in refused
+        assert any(f"`{field}`" in one.asked_by for one in OUT_OF_SCOPE)
 
 
 def test_the_tables_of_the_documentation_are_current() -> None:
