@@ -21,7 +21,6 @@ from outrider import models
 from outrider.errors import ConfigError, OutriderError
 
 if TYPE_CHECKING:
-    from outrider.audit.report import Report
     from outrider_serve.launch import Running
 
 # Ray, Serve and pydantic take seconds to import: the commands that need them do it themselves.
@@ -114,102 +113,6 @@ def demo(file: ServiceFile, timeout: Timeout = 300.0) -> None:
     config, model = _checked(file, local=True)
     with _started(launch.with_port(config, 0), timeout) as running:
         _demonstrate(running, model)
-
-
-@app.command()
-def audit(
-    model: Annotated[
-        str | None,
-        typer.Option(help="a folder or a name of `outrider models list`; with --url: a served name"),
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="audit a running service instead, http://host:8000")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    numerics: Annotated[str, typer.Option(help="auto, strict or fast")] = "auto",
-    cpu_kernels: Annotated[str, typer.Option(help="auto, native or torch")] = "auto",
-    drafter: Annotated[
-        str | None, typer.Option(help="a draft model; default: the target's own weights")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="how many")] = 40,
-    tokens: Annotated[int, typer.Option(min=2, help="of each text")] = 96,
-    draws: Annotated[int, typer.Option(min=100, help="samples of each goodness of fit")] = 20_000,
-    checks: Annotated[
-        str, typer.Option(help="some of greedy,seeds,fit,quality")
-    ] = "greedy,seeds,fit,quality",
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="one JSON text, or object with prompt, a line")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the findings here, too")] = None,
-) -> None:
-    """Prove a model's service lossless, or find where it is not: exit code 0 or 1."""
-    from outrider.audit.prompts import read
-
-    texts = read(prompt_file, prompts)
-    chosen = [check.strip() for check in checks.split(",")]
-    with _status("starting") as progress:
-        if url is not None:
-            report = _audit_remotely(url, model, texts, tokens, draws, progress)
-        else:
-            given = {
-                "model": model,
-                "dtype": dtype,
-                "device": device,
-                "numerics": numerics,
-                "cpu_kernels": cpu_kernels,
-                "max_model_len": None,
-            }
-            report = _audit_here(given, texts, tokens, draws, chosen, drafter, progress)
-    if json_file is not None:
-        json_file.write_text(report.as_json(), encoding="utf-8")
-    out.print(report.table())
-    if report.defects:
-        raise typer.Exit(1)
-
-
-def _audit_remotely(
-    url: str,
-    model: str | None,
-    texts: list[str],
-    tokens: int,
-    draws: int,
-    progress: Callable[[str], None],
-) -> Report:
-    from outrider.audit import remote
-
-    client = remote.Client(url, model)
-    try:
-        return remote.audit(client, texts, tokens=tokens, draws=draws, url=url, progress=progress)
-    finally:
-        client.close()
-
-
-def _audit_here(
-    given: dict[str, Any],
-    texts: list[str],
-    tokens: int,
-    draws: int,
-    checks: list[str],
-    drafter: str | None,
-    progress: Callable[[str], None],
-) -> Report:
-    from outrider.audit import run
-    from outrider.config import LocalConfig, parse
-
-    if given["model"] is None:
-        raise ConfigError("say what to audit: --model NAME or FOLDER, or --url http://host:8000")
-    unknown = [check for check in checks if check not in run.CHECKS]
-    if unknown:
-        raise ConfigError(f"--checks: {unknown[0]!r} is none of {', '.join(run.CHECKS)}")
-    config = parse(LocalConfig, given, where="audit")
-    return run.audit(
-        config,
-        texts,
-        tokens=tokens,
-        draws=draws,
-        checks=checks,
-        drafter_model=drafter,
-        progress=progress,
-    )
 
 
 @models_app.command("list")
