@@ -457,6 +457,60 @@ def test_router_and_drafter_must_speculate_alike(edited: Edited) -> None:
     assert "Drafter.user_config: speculative_config differs from the Router's in" in fault
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rejection_sample_method": "block"},
+        {"draft_sample_method": "greedy"},
+        {"rejection_sample_method": "rejection", "draft_probs_top_n": 8},
+    ],
+    ids=str,
+)
+def test_router_and_drafter_must_draw_and_judge_drafts_alike(edited: Edited, change: dict[str, Any]) -> None:
+    (fault,) = edited(lambda f: deployment(f, "Drafter")["user_config"]["speculative_config"].update(change))
+    assert all(key in fault.partition("differs from the Router's in ")[2] for key in change)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("drafts", [None, "probabilistic", "greedy"])
+def test_a_ratio_rule_with_fitting_drafts_is_fine(edited: Edited, rule: str, drafts: str | None) -> None:
+    assert edited(lambda f: speculation(f, rejection_sample_method=rule, draft_sample_method=drafts)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafts"), [("coupled", "probabilistic"), ("rejection", "coupled"), ("block", "coupled")]
+)
+def test_drafts_that_a_rule_cannot_judge_are_refused(edited: Edited, rule: str, drafts: str) -> None:
+    faults = edited(lambda f: speculation(f, rejection_sample_method=rule, draft_sample_method=drafts))
+    assert len(faults) == 2, "said of the Router and of the Drafter"
+    for fault in faults:
+        assert f"draft_sample_method {drafts} does not go with rejection_sample_method {rule}" in fault
+
+
+def test_a_rule_that_does_not_exist_is_refused_with_those_that_do(edited: Edited) -> None:
+    fault, _ = edited(lambda f: speculation(f, rejection_sample_method="typical"))
+    assert "'coupled', 'rejection' or 'block'" in fault
+
+
+def test_a_number_of_probabilities_that_nobody_draws_from_is_refused(edited: Edited) -> None:
+    for changes in ({}, {"rejection_sample_method": "block", "draft_sample_method": "greedy"}):
+        fault, _ = edited(lambda f, changes=changes: speculation(f, draft_probs_top_n=8, **changes))  # type: ignore[misc]
+        assert "draft_probs_top_n does nothing" in fault
+    assert edited(lambda f: speculation(f, draft_probs_top_n=8, rejection_sample_method="block")) == []
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_a_verifier_that_waits_for_drafts_must_not_count_as_lost(edited: Edited, rule: str) -> None:
+    def wait(file: dict[str, Any]) -> None:
+        speculation(file, rejection_sample_method=rule)
+        planner = {"draft_timeout_s": 30, "verdict_timeout_s": 20}
+        deployment(file, "Router")["user_config"]["planner"] = planner
+
+    faults = edited(wait)
+    assert len(faults) == (rule != "coupled")
+    assert all("planner.draft_timeout_s 30" in fault and "verdict_timeout_s 20" in fault for fault in faults)
+
+
 def test_a_drafter_without_an_entry_must_fit_the_router_by_its_defaults(edited: Edited) -> None:
     def drop(file: dict[str, Any]) -> None:
         application(file)["deployments"].remove(deployment(file, "Drafter"))

@@ -115,14 +115,14 @@ async def with_and_without_drafts(client: AsyncOpenAI, **body: Any) -> Completio
 
 
 def text_of(answer: Completion) -> str:
-    return answer.choices[0].text
+    return str(answer.choices[0].text)
 
 
 def tokens_of(answer: Completion) -> list[str]:
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens is not None
-    return logprobs.tokens
+    return list(logprobs.tokens)
 
 
 def drafts_accepted(answer: Completion | ChatCompletion) -> int:

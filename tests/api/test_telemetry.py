@@ -126,6 +126,57 @@ def test_a_fallback_is_counted_once_by_its_reason_without_the_particulars() -> N
     assert value(telemetry, "outrider_late_proposals_total") == 2
 
 
+def test_drafts_that_gave_no_token_are_wasted_whether_rejected_or_invalid() -> None:
+    telemetry, stats = Telemetry("m", engine="r1"), GenerationStats()
+    with telemetry.request(stats) as meter:
+        stats.count(drafted=4, accepted=1, invalid=2)
+        stats.count(drafted=0, accepted=0, invalid=3)
+        meter.chunk(chunk(finish=FinishReason.STOP))
+    assert value(telemetry, "outrider_wasted_draft_tokens_total") == 3 + 2 + 3
+    assert value(telemetry, "vllm:spec_decode_num_drafts_total") == 1
+    assert value(telemetry, "vllm:spec_decode_num_draft_tokens_total") == 4
+
+
+def test_work_is_counted_by_who_did_it_and_only_once_somebody_did() -> None:
+    telemetry = Telemetry("m", engine="r1")
+
+    def stats() -> GenerationStats:
+        return GenerationStats(prompt_tokens=9, cached_tokens=4, target_parameters=100, drafter_parameters=10)
+
+    def work(kind: str) -> float:
+        return value(telemetry, "outrider_estimated_flops_total", kind=kind)
+
+    def refused() -> None:
+        with telemetry.request(stats()):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        refused()
+    assert work("target_committed") == 0, "a refused request cost nothing"
+    running = stats()
+    with telemetry.request(running) as meter:
+        running.completion_tokens = 1
+        meter.chunk(chunk())
+        assert work("target_committed") == 2 * 100 * (5 + 1)
+        running.count(drafted=4, accepted=1, invalid=1)
+        running.completion_tokens = 3
+        meter.chunk(chunk(finish=FinishReason.STOP))
+    assert work("target_committed") == 2 * 100 * (5 + 3)
+    assert work("target_rejected") == 2 * 100 * 3
+    assert work("drafter") == 2 * 10 * 5
+
+
+def test_prediction_tokens_are_counted_by_outcome_also_where_a_stop_takes_some_back() -> None:
+    telemetry, stats = Telemetry("m", engine="r1"), GenerationStats()
+    with telemetry.request(stats) as meter:
+        stats.accepted_prediction_tokens, stats.rejected_prediction_tokens = 5, 2
+        meter.chunk(chunk())
+        stats.accepted_prediction_tokens = 4
+        meter.chunk(chunk(finish=FinishReason.STOP))
+    assert value(telemetry, "outrider_prediction_tokens_total", outcome="accepted") == 5
+    assert value(telemetry, "outrider_prediction_tokens_total", outcome="rejected") == 2
+
+
 def test_each_router_has_series_of_its_own_whose_sum_is_that_of_both() -> None:
     one, other = Telemetry("m", engine="r1"), Telemetry("m", engine="r2")
     one.expect_drafts(1)
@@ -177,7 +228,8 @@ def generated_tokens(snapshots: list[Snapshot]) -> dict[str, float]:
 
 def test_what_verifiers_say_of_themselves_is_exposed_by_replica() -> None:
     def stats(*, used: int, preemptions: int, cancelled: int, failed: int) -> EngineStats:
-        return EngineStats(1, 0, 8, 200, used, preemptions, 10, 20, cancelled, failed)
+        invalid = {"invalid_tokens": 4, "invalid_draft_probs": 5, "invalid_grammar": 6}
+        return EngineStats(1, 0, 8, 200, used, preemptions, 10, 20, cancelled, failed, **invalid)
 
     engines = {
         "v1": stats(used=50, preemptions=3, cancelled=2, failed=1),
@@ -190,6 +242,9 @@ def test_what_verifiers_say_of_themselves_is_exposed_by_replica() -> None:
     assert 'vllm:num_preemptions_total{engine="v1",model_name="m"} 3.0' in text
     assert 'outrider_verifier_sequences_cancelled_total{engine="v1",model_name="m"} 2.0' in text
     assert 'outrider_verifier_sequences_failed_total{engine="v1",model_name="m"} 1.0' in text
+    for reason, count in (("token", 4), ("draft_probs", 5), ("grammar", 6)):
+        labels = f'engine="v2",model_name="m",reason="{reason}"'
+        assert f"outrider_verifier_invalid_drafts_total{{{labels}}} {count}.0" in text
 
 
 def test_names_and_label_order_are_those_that_dashboards_and_scripts_expect() -> None:
