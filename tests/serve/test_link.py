@@ -16,14 +16,11 @@ from outrider.errors import ConfigError, OverloadedError, UnavailableError
 from outrider.messages import (
     WIRE_VERSION,
     Close,
-    DraftOrder,
-    FinishReason,
     FromVerifier,
     LegLost,
     Limits,
     Open,
     Plan,
-    Proposal,
     Resync,
     SamplingParams,
     Verdict,
@@ -202,22 +199,6 @@ class Inbox:
 
 
 # ---- frames
-
-
-def test_every_message_survives_a_frame_unchanged() -> None:
-    reader = FrameReader((*TO_VERIFIER, *FROM_VERIFIER, *frames.TO_DRAFTER, *frames.FROM_DRAFTER))
-    sent: list[frames.WireMessage] = [
-        opening("s"),
-        Plan("s", 1, 3, 0.5),
-        VerifyOrder("s", 1, 9, (4, 5), "trace"),
-        Close("s", 1, cancelled=True),
-        DraftOrder("s", 1, 9, (4,), 4),
-        Proposal("s", 1, 9, (4, 5), 0.25, 0.5),
-        Verdict("s", 1, 9, (4, 5), 2, 1, FinishReason.STOP, cached_tokens=3, step_time=0.1),
-        Resync("s", 1, 0),
-    ]
-
-    assert reader.feed(encode([ROUTER]) + encode(sent)) == [[ROUTER], sent]
 
 
 def test_frames_are_found_in_any_split_of_the_bytes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -219,6 +220,61 @@ async def test_the_service_says_that_it_is_ready_and_speculates(service: Service
 
     assert health["status"] == "ready"
     assert health["speculation"] == {"active": True, "reason": None}
+    assert health["numerics"] in ("strict", "fast")
+
+
+async def test_seeded_choices_and_their_logprobs_are_the_same_on_any_replica_with_and_without_drafts(
+    service: Service,
+) -> None:
+    """Three choices at temperature 1, twice, and choice 0 alone: on two routers and two verifiers."""
+    asked: dict[str, Any] = {"model": "smoke", "prompt": PROMPT, "max_tokens": 32, "seed": 7, "logprobs": 2}
+    async with official(service) as client:
+        answers = await asyncio.gather(
+            *(client.completions.create(n=3, **asked) for _ in range(2)),
+            client.completions.create(n=3, extra_body={"speculative": False}, **asked),
+        )
+        (alone,) = (await client.completions.create(**asked)).choices
+
+    texts = [[choice.text for choice in answer.choices] for answer in answers]
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts[0])) == 3
+    assert alone.text == texts[0][0]
+    for answer in answers:
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert answer.usage.completion_tokens == 3 * 32
+        assert answer.usage.prompt_tokens == len(service.truth.prompt)
+        for choice in answer.choices:
+            assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == 32
+            assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs)
+
+
+async def test_a_schema_is_kept_and_a_prediction_counted_across_processes(service: Service) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["draft", "verdict"]}, "count": {"type": "boolean"}},
+        "required": ["kind", "count"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {
+        "model": "smoke",
+        "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0,
+        "max_tokens": 64,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    async with official(service) as client:
+        free = await client.chat.completions.create(**asked)
+        text = free.choices[0].message.content
+        predicted = await client.chat.completions.create(
+            **asked, prediction={"type": "content", "content": text}
+        )
+
+    assert free.choices[0].finish_reason == "stop"
+    assert set(json.loads(text)) == {"kind", "count"}
+    assert predicted.choices[0].message.content == text
+    assert free.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    details = predicted.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
 
 
 async def test_metrics_are_those_of_both_routers_and_verifiers_whichever_router_is_asked(
@@ -295,6 +351,31 @@ async def test_editing_user_config_keeps_processes_and_text_of_open_streams(serv
     assert after["choices"][0]["text"] == service.truth.text(64)
     assert after["outrider"]["draft_tokens"] > 0
     assert after["outrider"]["accepted_tokens"] == 0
+    assert await worker_pids() == before
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+async def test_a_rule_that_judges_by_draft_probs_is_a_hot_change(service: Service, rule: str) -> None:
+    before = await worker_pids()
+
+    def by_ratio(configuration: Configuration) -> None:
+        for deployment in configuration["applications"][0]["deployments"]:
+            drafting = {"rejection_sample_method": rule, "method": "anti", "extra": {}}  # knows no truth
+            deployment["user_config"]["speculative_config"] |= drafting
+
+    await service.apply(by_ratio)
+    try:
+        async with service.client() as client:
+            greedy = await completion(client, max_tokens=64)
+            sampled = [await completion(client, max_tokens=64, temperature=1, seed=4) for _ in range(2)]
+    finally:
+        await service.apply(lambda configuration: None)
+
+    assert greedy["choices"][0]["text"] == service.truth.text(64)
+    for answer in (greedy, *sampled):
+        assert answer["usage"]["completion_tokens"] == 64
+        assert answer["outrider"]["draft_tokens"] > 0, "the drafts came with the probabilities that they need"
+    assert sampled[0]["choices"] == sampled[1]["choices"], "the same seed, drafter and K"
     assert await worker_pids() == before
 
 
