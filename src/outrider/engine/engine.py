@@ -193,11 +193,12 @@ class Engine:
         return max(0.0, *gates) if gates else 0.0
 
     def step(self) -> list[Event]:
-        """Take grammars in, sift drafts, schedule, forward, verify, commit."""
+        """Take grammars in, admit, sift drafts, schedule, forward, verify, commit."""
         started = time.monotonic()
         failures = self._take_grammars(started)
+        self._scheduler.admit(started)
         self._sift_drafts()
-        works = self._scheduler.next_step(started)
+        works = self._scheduler.next_step()
         if not works:
             return failures
         logits = self.model.forward(self._batch(works))

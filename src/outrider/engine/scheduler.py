@@ -45,9 +45,8 @@ class Scheduler:
         self._max_rows = max_rows
         self._max_model_len = max_model_len
 
-    def next_step(self, now: float) -> list[Work]:
-        """Admit what fits and choose this step's rows; every chosen row has its block."""
-        self._admit(now)
+    def next_step(self) -> list[Work]:
+        """Choose this step's rows; every chosen row has its block."""
         decoding = [sequence for sequence in self.running if sequence.decoding]
         prefilling = [sequence for sequence in self.running if not sequence.decoding]
         # A long prompt must not delay running streams, nor drafts the prompts: streams come first, with a
@@ -89,7 +88,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._free(sequence)
 
-    def _admit(self, now: float) -> None:
+    def admit(self, now: float) -> None:
+        """Let run what fits beside what the running were promised."""
         ready = deque(sequence for sequence in self.waiting if sequence.compiling is None)
         while ready and len(self.running) < self._max_num_seqs:
             sequence = ready.popleft()
