@@ -1,0 +1,151 @@
+"""A real model's next-token logits, on a small slice of its vocabulary, remembered by prefix.
+
+Goodness of fit needs ten thousands of draws, and they all come from a few prefixes. So the model computes
+each prefix once, and the real engine, rounds, drafter and rules run over what is remembered. The paged cache
+is real, too: it holds token ids where a model holds keys and values, and a prefix is read back from its
+blocks. A wrong length, position or block therefore gives the logits of another prefix.
+
+Shapes: L logit rows, W words of the slice, V vocabulary of the real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from outrider.engine.model import Batch, CausalModel, Span
+
+Prefix: TypeAlias = tuple[int, ...]
+Score: TypeAlias = Callable[[Sequence[Prefix]], Tensor]
+"""Next-token logits (len(prefixes), W) float32 of token sequences."""
+
+MOST_PREFIXES = 1 << 16
+"""Remembered at once: 16 MiB of 64 words. Beyond, all are forgotten and computed anew as they come."""
+
+SCORING_BLOCKS = 64
+
+
+class SliceModel:
+    """A `CausalModel` whose logits come from `score`, asked once a prefix."""
+
+    def __init__(self, score: Score, *, vocab_size: int, max_model_len: int, block_size: int = 16) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self._score = score
+        self._held = torch.zeros(0, block_size, dtype=torch.int64)
+        self._known: dict[Prefix, int] = {}
+        self._logits = torch.zeros(0, vocab_size)
+
+    def bytes_per_block(self) -> int:
+        return 8 * self.block_size
+
+    def allocate(self, num_blocks: int) -> None:
+        self._held = torch.full((num_blocks, self.block_size), -1, dtype=torch.int64)
+
+    def forward(self, batch: Batch) -> Tensor:
+        tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
+        wanted = set(batch.logit_rows.tolist())
+        prefixes: list[Prefix] = []
+        for span in batch.spans:
+            rows = range(span.start, span.start + span.rows)
+            at = torch.tensor([positions[row] for row in rows])
+            blocks = torch.tensor(span.blocks)[at // self.block_size]
+            self._held[blocks, at % self.block_size] = torch.tensor([tokens[row] for row in rows])
+            held: list[int] = self._held[list(span.blocks)].flatten().tolist()
+            # By the contract row i of a span sees up to itself, and the last one `length` tokens.
+            prefixes += [
+                tuple(held[: span.length - span.rows + 1 + i]) for i, row in enumerate(rows) if row in wanted
+            ]
+        return self.next_logits(prefixes)
+
+    def next_logits(self, prefixes: Sequence[Prefix]) -> Tensor:
+        """(len(prefixes), W) float32; what is not known yet is scored in one batch."""
+        missing = list(dict.fromkeys(prefix for prefix in prefixes if prefix not in self._known))
+        if missing:
+            if len(self._known) + len(missing) > MOST_PREFIXES:
+                self._known, self._logits = {}, self._logits[:0]
+                missing = list(dict.fromkeys(prefixes))
+            for number, prefix in enumerate(missing, start=len(self._logits)):
+                self._known[prefix] = number
+            self._logits = torch.cat([self._logits, self._score(missing)])
+        return self._logits[[self._known[prefix] for prefix in prefixes]]
+
+
+class RealScore:
+    """`Score` by a real model: every prefix is prefilled, and the slice of its logits kept."""
+
+    def __init__(self, model: CausalModel, words: Sequence[int], *, most_rows: int = 512) -> None:
+        """`model` gets a cache of its own here: nobody else may have called `allocate` on it."""
+        self.words = tuple(words)  # the slice: real token ids, the index is the id in the slice
+        self._model = model
+        self._most_rows = most_rows
+        model.allocate(SCORING_BLOCKS)
+
+    def __call__(self, prefixes: Sequence[Prefix]) -> Tensor:
+        real = [tuple(self.words[token] for token in prefix) for prefix in prefixes]
+        return self.whole(real)[:, list(self.words)]
+
+    @torch.inference_mode()
+    def whole(self, prefixes: Sequence[Prefix]) -> Tensor:
+        """(len(prefixes), V) of real token ids, in batches of bounded rows."""
+        answers = []
+        begin = 0
+        while begin < len(prefixes):
+            end, rows, blocks = begin, 0, 0
+            while end < len(prefixes):
+                size = len(prefixes[end])
+                needed = -(-size // self._model.block_size)
+                if end > begin and (rows + size > self._most_rows or blocks + needed > SCORING_BLOCKS):
+                    break
+                end, rows, blocks = end + 1, rows + size, blocks + needed
+            answers.append(self._model.forward(self._batch(prefixes[begin:end])).float().cpu())
+            begin = end
+        return torch.cat(answers)
+
+    def _batch(self, prefixes: Sequence[Prefix]) -> Batch:
+        spans: list[Span] = []
+        start = block = 0
+        for prefix in prefixes:
+            used = -(-len(prefix) // self._model.block_size)
+            spans.append(Span(start, len(prefix), len(prefix), tuple(range(block, block + used))))
+            start, block = start + len(prefix), block + used
+        return Batch(
+            torch.tensor([token for prefix in prefixes for token in prefix]),
+            torch.tensor([position for prefix in prefixes for position in range(len(prefix))]),
+            tuple(spans),
+            torch.tensor([span.start + span.rows - 1 for span in spans]),
+        )
+
+
+def likely_words(model: RealScore, prompt: Prefix, *, size: int, steps: int = 4) -> tuple[int, ...]:
+    """A slice for a prompt of real ids: its own tokens and what is likely after it, `size` in all."""
+    words = list(dict.fromkeys(prompt))
+    texts = [prompt]
+    for _ in range(steps):
+        best = model.whole(texts).topk(6, dim=-1).indices.tolist()
+        words += [token for row in best for token in row]
+        texts = [(*text, token) for text, row in zip(texts, best, strict=True) for token in row[:2]]
+    return tuple(dict.fromkeys(words))[: max(size, len(set(prompt)))]
+
+
+def shaken(score: Score, *, strength: float, heat: float) -> Score:
+    """Another model's logits, made of this one's: flatter, and off by noise that hangs on the prefix alone.
+
+    What a drafter that is often wrong has to say.
+    """
+
+    def rescore(prefixes: Sequence[Prefix]) -> Tensor:
+        logits = score(prefixes)
+        noise = torch.empty_like(logits)
+        for row, prefix in enumerate(prefixes):
+            seed = hash((1, prefix)) & 0x7FFFFFFF  # of integers: the same in every process
+            noise[row] = torch.randn(logits.shape[1], generator=torch.Generator().manual_seed(seed))
+        return logits / heat + strength * noise
+
+    return rescore
