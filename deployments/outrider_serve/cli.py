@@ -115,6 +115,67 @@ def demo(file: ServiceFile, timeout: Timeout = 300.0) -> None:
         _demonstrate(running, model)
 
 
+@app.command()
+def audit(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="in process: a folder or a named model; with --url: the served name, default its first"
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="audit a running service, http://localhost:8000, and no local model")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="in process: auto, float32, bfloat16, float16")] = "auto",
+    device: Annotated[str, typer.Option(help="in process: auto, cpu, cuda, cuda:1")] = "auto",
+    numerics: Annotated[str, typer.Option(help="in process: auto, strict, fast")] = "auto",
+    draft_model: Annotated[
+        str | None, typer.Option(help="in process: the drafter's weights; default: the target's own")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts of the built-in list or the file")] = 40,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines, {"prompt": "..."} or a string each')
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="tokens a text")] = 96,
+    draws: Annotated[
+        int | None,
+        typer.Option(min=200, max=10_000_000, help="a distribution; default: 20000, and 4000 with --url"),
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="with --url: its rejection_sample_method; default: coupled")
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="only these: greedy, identity, distribution, quality")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="in process: any other engine key")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="write all that was found to this file")] = None,
+) -> None:
+    """Is this model, or this running service, lossless? Exit code 0: yes, as far as seen; 1: defects."""
+    from outrider.audit.command import AuditOptions, run
+
+    asked = AuditOptions(
+        model=model,
+        url=url,
+        engine={"dtype": dtype, "device": device, "numerics": numerics},
+        overrides=tuple(set_ or ()),
+        draft_model=draft_model,
+        prompts=prompts,
+        prompt_file=prompt_file,
+        tokens=tokens,
+        draws=draws,
+        rule=rule,
+        checks=tuple(check or ()),
+    )
+    with _status("audit") as report:
+        found = run(asked, report)
+    found.show(out)
+    if json is not None:
+        found.write(json)
+    raise typer.Exit(found.exit_code)
+
+
 @models_app.command("list")
 def list_models() -> None:
     """Every model that can be named, and whether it is in the cache."""

@@ -146,20 +146,30 @@ def score_candidates(
     return tuple(found)
 
 
-def judge(scored: Sequence[Scored]) -> tuple[Verdict, float, str]:
-    """The verdict, the deviation measured, and the reason in words."""
+def judge(scored: Sequence[Scored], *, resolution: float = 0.0) -> tuple[Verdict, float, str]:
+    """The verdict, the deviation measured, and the reason in words.
+
+    resolution: epsilon of the dtype that logits are computed in, where another implementation is among the
+    ways: its logits are rounded to that dtype, and two neighbours may both be right.
+    """
     gaps = {
         "the reference's token": [one.best - one.reference for one in scored],
         "the other token": [one.best - one.found for one in scored],
     }
     margins = [_minus(one.reference, one.found) for one in scored]
     deviation = max(_spread(values) for values in [margins, *gaps.values()])
+    if deviation and resolution:
+        # Where ways differ, one of them rounds: by up to a unit in the last place of each of the two.
+        largest = max(abs(one.best) for one in scored)
+        deviation = max(deviation, 2 ** math.frexp(largest)[1] * resolution)
     if deviation == 0:
         same = f"all {len(scored)} ways of computing this position agree bit for bit"
         return Verdict.DEFECT, deviation, f"{same}: there is one right token"
     for name, values in gaps.items():
         if min(values) > deviation:
-            reason = f"{name} loses by {min(values):.3g} at least, and the ways differ by {deviation:.3g} at most"
+            reason = (
+                f"{name} loses by {min(values):.3g} at least, and the ways differ by {deviation:.3g} at most"
+            )
             return Verdict.DEFECT, deviation, reason
     return Verdict.TIE, deviation, f"each token wins within the {deviation:.3g} that the ways differ by"
 
@@ -180,6 +190,7 @@ class Explainer:
     recomputed: Recomputed
     spell: Callable[[int], str]
     foreign: ForeignWays | None = None  # more ways, of another implementation
+    resolution: float = 0.0  # epsilon of its dtype
 
     def explain(
         self,
@@ -193,7 +204,9 @@ class Explainer:
         at = first_difference(reference, found)
         if at is None:
             return None
-        names = [f"{text[at]} {self.spell(text[at])!r}" if at < len(text) else END for text in (reference, found)]
+        names = [
+            f"{text[at]} {self.spell(text[at])!r}" if at < len(text) else END for text in (reference, found)
+        ]
         if END in names:
             # Ends follow from the tokens before them, which are equal.
             reason = "one text ends where the other goes on, after equal tokens"
@@ -204,6 +217,6 @@ class Explainer:
         if self.foreign is not None:
             ways.update(self.foreign(prefix))
         scored = score_candidates(ways, sampling, (reference[at], found[at]), prompt=prompt, output=output)
-        verdict, deviation, reason = judge(scored)
+        verdict, deviation, reason = judge(scored, resolution=self.resolution)
         finite = deviation if math.isfinite(deviation) else None
         return Divergence(request, at, names[0], names[1], verdict, reason, finite, scored)

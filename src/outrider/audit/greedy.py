@@ -21,6 +21,7 @@ class Reference:
 
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model = self._model.to(device).eval()
+        self.resolution = float(torch.finfo(getattr(torch, dtype)).eps)
         self._device = device
         self._eos = list(eos)
 

@@ -22,7 +22,7 @@ def next_token_probs(
     logits: npt.ArrayLike, sampling: SamplingParams, *, prompt: Sequence[int], output: Sequence[int]
 ) -> npt.NDArray[np.float64]:
     """(V,) the distribution of one token. Penalties, temperature, then min_p, top_k and top_p."""
-    values = np.array(logits, dtype=np.float64)
+    values: npt.NDArray[np.float64] = np.array(logits, dtype=np.float64)
     for token, added in sampling.logit_bias:
         values[token] += added
     factor = sampling.repetition_penalty
@@ -32,9 +32,11 @@ def next_token_probs(
         times = list(output).count(token)
         values[token] -= sampling.presence_penalty + sampling.frequency_penalty * times
     if sampling.greedy:
-        return np.eye(len(values))[values.argmax()]
+        certain = np.zeros(len(values))
+        certain[values.argmax()] = 1.0
+        return certain
     values = values / sampling.temperature
-    probs = np.exp(values - values.max())
+    probs: npt.NDArray[np.float64] = np.exp(values - values.max())
     probs /= probs.sum()
     probs[probs < sampling.min_p * probs.max()] = 0
     if sampling.top_k is not None and sampling.top_k < len(probs):

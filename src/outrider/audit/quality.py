@@ -80,7 +80,12 @@ def compare(pairs: dict[str, tuple[Sequence[Text], Sequence[Text]]]) -> list[Qua
         ]
         figures += [
             (name, "log-likelihood a token", [a for a, _ in likely], [b for _, b in likely]),
-            (name, "tokens", [float(len(a.tokens)) for a, _ in both], [float(len(b.tokens)) for _, b in both]),
+            (
+                name,
+                "tokens",
+                [float(len(a.tokens)) for a, _ in both],
+                [float(len(b.tokens)) for _, b in both],
+            ),
             (name, "repetition", [a.repetition for a, _ in both], [b.repetition for _, b in both]),
             (
                 name,
@@ -100,4 +105,6 @@ def _figure(
     if len(plain) < FEWEST:
         return Quality(name, figure, len(plain), mean, None, confidence)
     differences = [b - a for a, b in zip(plain, speculative, strict=True)]
-    return Quality(name, figure, len(plain), mean, bootstrap_mean(differences, confidence=confidence), confidence)
+    return Quality(
+        name, figure, len(plain), mean, bootstrap_mean(differences, confidence=confidence), confidence
+    )

@@ -54,7 +54,12 @@ class Report:
             for one in self.results
         ]
         clean: dict[str, Any] = _finite(
-            {"about": self.about, "exit_code": self.exit_code, "conclusion": self.conclusion, "results": results}
+            {
+                "about": self.about,
+                "exit_code": self.exit_code,
+                "conclusion": self.conclusion,
+                "results": results,
+            }
         )
         return clean
 
@@ -88,11 +93,12 @@ def _divergences(comparison: Comparison) -> Sequence[str]:
     lines = []
     for one in listed[:MOST_SHOWN]:
         lines.append(
-            f"{comparison.name}, prompt {one.request}, generated token {one.position}: {one.reference} in the "
-            f"reference, {one.found} here: {one.verdict}: {one.reason}"
+            f"{comparison.name}, prompt {one.request}, generated token {one.position}: {one.reference} in "
+            f"the reference, {one.found} here: {one.verdict}: {one.reason}"
         )
         lines += [
-            f"    {way.way:32} {way.reference:12.5f} {way.found:12.5f}   best {way.best:.5f} (token {way.best_token})"
+            f"    {way.way:32} {way.reference:12.5f} {way.found:12.5f}   best {way.best:.5f} "
+            f"(token {way.best_token})"
             for way in one.scores
         ]
     if len(listed) > MOST_SHOWN:

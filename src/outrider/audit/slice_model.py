@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from outrider.engine.model import Batch, CausalModel, Span
+from outrider.engine.model import Batch, CausalModel, Numerics, Span
 
 Prefix: TypeAlias = tuple[int, ...]
 Score: TypeAlias = Callable[[Sequence[Prefix]], Tensor]
@@ -35,6 +35,7 @@ class SliceModel:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self.numerics: Numerics = "strict"  # a prefix has one row, whoever asks
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self._score = score
@@ -78,18 +79,22 @@ class SliceModel:
 
 
 class RealScore:
-    """`Score` by a real model: every prefix is prefilled, and the slice of its logits kept."""
+    """Scores by a real model: every prefix is prefilled, and the slice of its logits kept."""
 
-    def __init__(self, model: CausalModel, words: Sequence[int], *, most_rows: int = 512) -> None:
+    def __init__(self, model: CausalModel, *, most_rows: int = 512) -> None:
         """`model` gets a cache of its own here: nobody else may have called `allocate` on it."""
-        self.words = tuple(words)  # the slice: real token ids, the index is the id in the slice
         self._model = model
         self._most_rows = most_rows
         model.allocate(SCORING_BLOCKS)
 
-    def __call__(self, prefixes: Sequence[Prefix]) -> Tensor:
-        real = [tuple(self.words[token] for token in prefix) for prefix in prefixes]
-        return self.whole(real)[:, list(self.words)]
+    def on(self, words: Sequence[int]) -> Score:
+        """The logits of a slice: real token ids, whose index is their id in the slice."""
+
+        def score(prefixes: Sequence[Prefix]) -> Tensor:
+            real = [tuple(words[token] for token in prefix) for prefix in prefixes]
+            return self.whole(real)[:, list(words)]
+
+        return score
 
     @torch.inference_mode()
     def whole(self, prefixes: Sequence[Prefix]) -> Tensor:
