@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 64 << 10
 CACHED_GRAMMARS = 64
-MAX_ROLLBACK = 128
-"""More drafts than any round has."""
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -115,7 +113,7 @@ class GrammarState:
     def __init__(self, compiled: CompiledGrammar, vocab_size: int) -> None:
         import xgrammar
 
-        self._matcher: GrammarMatcher = xgrammar.GrammarMatcher(compiled, max_rollback_tokens=MAX_ROLLBACK)
+        self._matcher: GrammarMatcher = xgrammar.GrammarMatcher(compiled)
         self._vocab_size = vocab_size
 
     @property

@@ -69,7 +69,7 @@ class SamplingParams:
     @property
     def needs_draft_probs(self) -> bool:
         """Whether a draft can only be judged with the distribution that it was drawn from."""
-        return self.rule is not AcceptanceRule.COUPLED and not self.greedy
+        return self.rule != AcceptanceRule.COUPLED and not self.greedy
 
 
 @dataclass(frozen=True, slots=True)
