@@ -6,8 +6,8 @@ a verify block the mask that follows from the drafts before it. The matcher only
 tokens.
 
 JSON is generated without freedom of whitespace, `{"a": 1, "b": [2, 3]}`: a model that may write spaces may
-write nothing else (public reports of endless spaces). A JSON object is an object at the top, as OpenAI has
-it.
+write nothing else (public reports of endless spaces). No token with a control character is allowed in it. A
+JSON object is an object at the top, as OpenAI has it.
 """
 
 from __future__ import annotations
@@ -110,9 +110,11 @@ def _parsed(grammar: Grammar) -> Any:
 class GrammarState:
     """Where one sequence's text is in its grammar."""
 
-    def __init__(self, compiled: CompiledGrammar, vocab_size: int) -> None:
+    def __init__(self, compiled: CompiledGrammar, vocab_size: int, plain: Tensor | None) -> None:
+        """`plain`: bitmask (words,) of the only tokens that may occur; None: all."""
         import xgrammar
 
+        self._plain = plain
         self._matcher: GrammarMatcher = xgrammar.GrammarMatcher(compiled)
         self._vocab_size = vocab_size
 
@@ -142,7 +144,9 @@ class GrammarState:
             if self.terminated:
                 break
             self._matcher.fill_next_token_bitmask(masks, row)
-            if row == len(drafts) or not self._matcher.accept_token(drafts[row]):
+            if self._plain is not None:
+                masks[row] &= self._plain
+            if row == len(drafts) or not self._accept(drafts[row]):
                 break
             taken += 1
         self._matcher.rollback(taken)
@@ -158,9 +162,16 @@ class GrammarState:
     def _walk(self, tokens: Sequence[int]) -> int:
         """Accept tokens as far as they are legal; how many."""
         for index, token in enumerate(tokens):
-            if self.terminated or not 0 <= token < self._vocab_size or not self._matcher.accept_token(token):
+            if self.terminated or not self._accept(token):
                 return index
         return len(tokens)
+
+    def _accept(self, token: int) -> bool:
+        if not 0 <= token < self._vocab_size:
+            return False
+        if self._plain is not None and not int(self._plain[token // 32]) >> (token % 32) & 1:
+            return False
+        return bool(self._matcher.accept_token(token))
 
 
 class GrammarCompiler:
@@ -172,6 +183,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
         self._compiler: XGrammarCompiler | None = None
+        self._plain: Tensor | None = None  # tokens without a control character, once compiled
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -189,13 +201,15 @@ class GrammarCompiler:
             self._cache.move_to_end(grammar)
             while len(self._cache) > CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
-        return GrammarState(compiled, self._vocab_size)
+        json_only = grammar.kind in ("json_object", "json_schema")
+        return GrammarState(compiled, self._vocab_size, self._plain if json_only else None)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         import xgrammar
 
         if self._compiler is None:
             info = self._tokenizer_info()
+            self._plain = _without_control_characters(info)
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         return self._compiler.compile_grammar(_parsed(grammar))
 
@@ -209,3 +223,18 @@ class GrammarCompiler:
         return xgrammar.TokenizerInfo.from_huggingface(
             tokenizer.hf, vocab_size=self._vocab_size, stop_token_ids=ends
         )
+
+
+def _without_control_characters(info: TokenizerInfo) -> Tensor:
+    """Bitmask (words,) int32 of the tokens that JSON strings may hold unescaped.
+
+    xgrammar lets control characters into strings that have a length, and JSON forbids them.
+    """
+    import numpy as np
+    import torch
+
+    vocabulary = info.decoded_vocab
+    plain = np.ones(-(-info.vocab_size // 32) * 32, dtype=np.uint8)
+    for token, text in enumerate(vocabulary):
+        plain[token] = not any(byte < 0x20 for byte in text)
+    return torch.from_numpy(np.packbits(plain, bitorder="little").view("<i4").astype(np.int32))

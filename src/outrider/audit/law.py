@@ -18,6 +18,10 @@ Law: TypeAlias = dict[tuple[int, ...], float]
 """Probability of every text of some length that can be drawn at all."""
 
 
+NEVER = 1e-15
+"""Less probability than this counts as none: a logit_bias of -100 leaves e^-100."""
+
+
 def next_token_probs(
     logits: npt.ArrayLike, sampling: SamplingParams, *, prompt: Sequence[int], output: Sequence[int]
 ) -> npt.NDArray[np.float64]:
@@ -65,7 +69,7 @@ def text_law(
         longer: Law = {}
         for output, row in zip(outputs, logits, strict=True):
             probs = next_token_probs(row, sampling, prompt=prompt, output=output)
-            for token in probs.nonzero()[0].tolist():
+            for token in (probs > NEVER).nonzero()[0].tolist():
                 longer[(*output, token)] = law[output] * float(probs[token])
         law = longer
     return law

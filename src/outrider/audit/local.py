@@ -25,7 +25,7 @@ from outrider.messages import AcceptanceRule
 Progress: TypeAlias = Callable[[str], None]
 
 SLICE_WORDS = 64
-CONTEXTS = ("The capital of France is", "Once upon a time there was a")
+CONTEXTS = ("The capital of France is", "My favourite colour is")
 """Short prompts, of which each next token has a few likely choices."""
 
 KEPT = 1024  # tokens of a prompt; a longer one proves nothing more

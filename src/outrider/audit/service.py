@@ -283,7 +283,7 @@ def parts_of(answers: Sequence[Answer]) -> tuple[Counted, ...]:
 
 
 def _greedy(index: int) -> bool:
-    return options(index)["temperature"] == 0
+    return float(options(index)["temperature"]) == 0.0
 
 
 def _compare(

@@ -3,6 +3,11 @@
 A plugin only sees whole token sequences (`DraftContext`). What turns messages into those is here: each
 sequence's tokens, its leg's epoch, the newest unserved order. Nothing a plugin does ends the loop: what it
 raises or invents costs drafts, and drafts are hints.
+
+The ratio rules are lossless only while no draft is lost for the tokens that were drawn. What loses drafts
+here follows from orders alone, before anything is drawn (superseded, stale, resync), or ends a draft at a
+token that its own distribution should not hold: a row with an id beyond the vocabulary is a bad one whatever
+was drawn from it, so the verifier ends the draft there in any case (`sampling/draft_probs.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +17,21 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.contracts import Draft, DraftContext, Drafter
-from outrider.messages import Close, DraftOrder, Open, Proposal, Resync, SamplingParams, ToDrafter
+from outrider.messages import (
+    Close,
+    DraftOrder,
+    DraftProbs,
+    Open,
+    Proposal,
+    Resync,
+    SamplingParams,
+    ToDrafter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +50,7 @@ class DraftingStats:
     stale: int = 0  # messages of an older epoch
     resyncs: int = 0  # orders whose base was not ours
     errors: int = 0  # batches that the plugin failed
-    invalid: int = 0  # answers cut short: what is no token, or more than were asked for
+    invalid: int = 0  # answers cut short: no `Draft`, what is no token, or more than were asked for
 
 
 @dataclass(slots=True)
@@ -250,20 +264,23 @@ class DrafterLoop:
             self._valid_prefix(answer, context) for answer, context in zip(answers, contexts, strict=True)
         ]
 
-    def _valid_prefix(self, answer: Draft, context: DraftContext) -> Draft:
+    def _valid_prefix(self, answer: Any, context: DraftContext) -> Draft:
         """The drafts up to the first that is no token id, `num_tokens` of them at most.
 
-        The draft_probs go on as they are, where the rule needs them: the verifier judges them.
+        Of draft_probs, where the rule needs them, the rows of what is left: the verifier judges them.
         """
-        num_tokens = context.num_tokens
+        if not isinstance(answer, Draft) or not isinstance(answer.tokens, Iterable):
+            self.stats.invalid += 1
+            return Draft()
         valid: list[int] = []
         for token in answer.tokens:
             token_id = _token_id(token)
-            if token_id is None or len(valid) >= num_tokens:
+            if token_id is None or len(valid) >= context.num_tokens:
                 self.stats.invalid += 1
                 break
             valid.append(token_id)
-        return Draft(tuple(valid), answer.probs if context.sampling.needs_draft_probs else None)
+        needed = context.sampling.needs_draft_probs
+        return Draft(tuple(valid), _first_rows(answer.probs, len(valid)) if needed else None)
 
     def _forget(self, sequence: str) -> None:
         try:
@@ -291,3 +308,11 @@ def _token_id(token: Any) -> int | None:
     except TypeError:
         return None
     return token_id if 0 <= token_id <= MAX_TOKEN_ID else None
+
+
+def _first_rows(probs: Any, rows: int) -> DraftProbs | None:
+    """The distributions of the first `rows` drafts; None for what no message could carry."""
+    match probs:
+        case DraftProbs(width=int(width), token_ids=bytes(ids), probs=bytes(shares)) if width > 0:
+            return DraftProbs(width, ids[: 4 * width * rows], shares[: 4 * width * rows])
+    return None

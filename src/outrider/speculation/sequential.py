@@ -90,6 +90,7 @@ class SequentialRounds:
         self._paused_until = 0  # committed length at which a late drafter is asked again
         self._ratio = request.sampling.needs_draft_probs  # then nothing may depend on drawn tokens
         self._prediction = Prediction(request.prediction) if request.prediction and num_tokens else None
+        self._told: Plan | None = None  # the plan that the verifier has
         self._predicted: _Predicted | None = None  # set while the newest order is the prediction's
 
     # ---- legs
@@ -115,9 +116,9 @@ class SequentialRounds:
         if opened_with.epoch != self.verify_epoch:
             leg.send(Close(self.sequence, opened_with.epoch, cancelled=True))
             return
-        self._verifier = leg
+        self._verifier, self._told = leg, opened_with
         if self.plan != opened_with:
-            leg.send(self.plan)
+            self._send_plan()
         if self.verifier_spoke:  # its first verdict overtook the leg, so the answer to it had no way out
             self._order_drafts()
 
@@ -274,11 +275,10 @@ class SequentialRounds:
         """Order what the client's prediction says next; False where it says nothing."""
         if self._prediction is None:
             return False
-        gated = self.plan.num_tokens > 0
         output = self.tokens[len(self._request.prompt) :]
         tokens = self._prediction.continuation(output, self._num_tokens)
         self._predicted = _Predicted(len(self.tokens), len(tokens)) if tokens else None
-        if gated != (self.plan.num_tokens > 0):
+        if self.plan != self._told:
             self._send_plan()  # with nobody else to draft, no token waits for the router
         if not tokens:
             return False
@@ -296,6 +296,7 @@ class SequentialRounds:
 
     def _send_plan(self) -> None:
         if self._verifier is not None:
+            self._told = self.plan
             self._verifier.send(self.plan)
 
     def _propose(self, drafter: Drafter) -> Draft | None:
