@@ -66,6 +66,7 @@ static int complements(uint64_t key, uint64_t first, const u64x8 *steps, uint64_
  * -log((complement + 0.5) 2^-52), so the complement is at most 2^52 exp(-gap). One bit is given away for
  * rounding. */
 static uint64_t limit_of(double gap) {
+    if (!(gap > 0)) return ONES; /* also where it is no number */
     int bits = 53 - (int)floor(gap / LN2 - 1e-6);
     return bits >= 52 ? ONES : bits <= 0 ? 0 : ((uint64_t)1 << bits) - 1;
 }
