@@ -73,6 +73,7 @@ class Pausable:
     def __init__(self, model: CausalModel) -> None:
         self.model = model
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
+        self.numerics = model.numerics
         self.block_size, self.device, self.dtype = model.block_size, model.device, model.dtype
         self.go = threading.Event()
         self.go.set()

@@ -265,6 +265,7 @@ class Poisoned:
         self._inner, self._token = inner, token
         self.vocab_size, self.max_model_len = inner.vocab_size, inner.max_model_len
         self.block_size, self.device, self.dtype = inner.block_size, inner.device, inner.dtype
+        self.numerics = inner.numerics
 
     def bytes_per_block(self) -> int:
         return self._inner.bytes_per_block()
