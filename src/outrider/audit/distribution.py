@@ -16,7 +16,7 @@ from typing import Any, cast
 from outrider.audit.draws import Drawn, Lockstep
 from outrider.audit.law import Law, marginal, text_law
 from outrider.audit.results import Status
-from outrider.audit.slice_model import Score, SliceModel, shaken
+from outrider.audit.slice_model import Score, SliceModel, always, shaken
 from outrider.audit.statistics import Fit, goodness_of_fit, holm, smallest_tv
 from outrider.config import SpeculativeConfig
 from outrider.contracts import Drafter
@@ -77,13 +77,35 @@ def settings_of(rule: AcceptanceRule) -> list[Setting]:
         plain, presence_penalty=0.3, frequency_penalty=0.4, repetition_penalty=1.2, top_p=0.95, min_p=0.02
     )
     return [
-        # Drafter and target agree on what is possible and on nothing else: where faults of noise show most.
-        Setting("four words", replace(plain, temperature=1.5, top_k=None), few_words=4),
-        Setting("temperature, top_k", plain, share=0.5),
+        # Drafter and target agree on what is possible and on nothing else.
+        Setting("four words", replace(plain, temperature=1.5, top_k=None), few_words=4, share=0.25),
+        Setting("temperature, top_k", plain, share=0.25),
         Setting("few draft_probs, K = 2", plain, num_speculative_tokens=2, top_n=2, share=0.25),
         Setting("greedy drafts", plain, drafting="greedy", share=0.25),
         Setting("every parameter", penalised, share=0.25),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class HardCase:
+    """Made-up models after which a known fault shows more than after any real prompt."""
+
+    name: str
+    target: Score
+    drafter: Score
+    words: int
+    prompt: tuple[int, ...]
+
+    def setting(self, rule: AcceptanceRule) -> Setting:
+        return Setting(self.name, SamplingParams(temperature=1.0, rule=rule))
+
+
+HARD_CASES = (
+    # Noise that drafter and verifier share moves every drafted token by a TV of 0.044.
+    HardCase("three words", always(0.2, 0.4, 0.4), always(0.6, 0.3, 0.1), 3, (0, 1, 2)),
+    # Noise of a rejected draft that draws the same position again, under block: 0.09 in four tokens together.
+    HardCase("two words", always(1 / 3, 2 / 3), always(2 / 3, 1 / 3), 2, (0, 1, 1, 0)),
+)
 
 
 def drafter_over(model: CausalModel, speculative: SpeculativeConfig) -> Drafter:

@@ -80,6 +80,19 @@ class LocalAudit:
 
             drafter = RealScore(_model(config, info, str(models.resolve(self.draft_model))))
         samples = []
+        for case in distribution.HARD_CASES:
+            for rule in AcceptanceRule:
+                self.progress(f"distribution: {rule}, {case.name}")
+                samples.append(
+                    distribution.sample(
+                        case.target,
+                        vocab_size=case.words,
+                        prompt=case.prompt,
+                        setting=case.setting(rule),
+                        draws=self.draws,
+                        draft_score=case.drafter,
+                    )
+                )
         for context in CONTEXTS:
             prompt = tuple(tokenizer.encode(context))
             words = likely_words(target, prompt, size=SLICE_WORDS)

@@ -139,6 +139,12 @@ def likely_words(model: RealScore, prompt: Prefix, *, size: int, steps: int = 4)
     return tuple(dict.fromkeys(words))[: max(size, len(set(prompt)))]
 
 
+def always(*probs: float) -> Score:
+    """A made-up model that says the same after every prefix."""
+    logits = torch.tensor(probs).log()
+    return lambda prefixes: logits.repeat(len(prefixes), 1)
+
+
 def shaken(score: Score, *, strength: float, heat: float) -> Score:
     """Another model's logits, made of this one's: flatter, and off by noise that hangs on the prefix alone.
 
