@@ -49,21 +49,30 @@ def compiler(folder: Path, script: str) -> str:
 def reload() -> None:
     """As a new process would load it."""
     library.load.cache_clear()
-    library.load()
+    library.load("bfloat16")
 
 
 def test_a_library_of_the_cache_needs_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.load()
+    library.load("bfloat16")
     (kept,) = cache.iterdir()
     without_compiler(monkeypatch)
     reload()
     assert list(cache.iterdir()) == [kept]
 
 
+def test_each_type_has_a_library_of_its_own(cache: Path) -> None:
+    library.SOURCE.write_text(
+        "#ifdef FLOAT32\n#define ELEMENT float\n#else\n#define ELEMENT short\n#endif\n"
+        + TINY.replace("return allow", "return sizeof(ELEMENT)")
+    )
+    assert [library.load(name).outrider_native_init(1) for name in ("bfloat16", "float32")] == [2, 4]
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_a_changed_source_is_not_served_by_the_old_library(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library.load()
+    library.load("bfloat16")
     library.SOURCE.write_text(TINY + "int more;")
     reload()
     assert len(list(cache.iterdir())) == 2
@@ -75,7 +84,7 @@ def test_a_cache_that_cannot_be_written_is_gone_without(
 ) -> None:
     (tmp_path / "a file").touch()
     monkeypatch.setenv("OUTRIDER_CACHE", unusable if unusable.startswith("/") else str(tmp_path / unusable))
-    assert library.load().outrider_native_init(7) == 7
+    assert library.load("bfloat16").outrider_native_init(7) == 7
     assert "the C kernels are built at every start" in caplog.text
 
 
@@ -86,12 +95,12 @@ def test_a_user_without_a_home_is_gone_without_a_cache(monkeypatch: pytest.Monke
     for variable in ("OUTRIDER_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert library.load().outrider_native_init(7) == 7
+    assert library.load("bfloat16").outrider_native_init(7) == 7
 
 
 @pytest.mark.parametrize("keep", [0, 100, 0.5])
 def test_a_damaged_library_is_built_anew(cache: Path, keep: float) -> None:
-    library.load()
+    library.load("bfloat16")
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
     kept.unlink()  # this process has it mapped
@@ -112,7 +121,7 @@ def test_what_cannot_be_loaded_from_the_cache_is_loaded_from_elsewhere(
         return load_library(path)
 
     monkeypatch.setattr(ctypes, "CDLL", refuse_the_cache)
-    assert library.load().outrider_native_init(7) == 7
+    assert library.load("bfloat16").outrider_native_init(7) == 7
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,7 @@ def test_a_compiler_that_makes_no_library_is_a_reason(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CC", compiler(tmp_path, script))
     with pytest.raises(library.BuildError, match=reason):
-        library.load()
+        library.load("bfloat16")
 
 
 def test_a_compiler_that_says_no_version_is_as_good_as_any(
@@ -145,7 +154,7 @@ def test_a_compiler_that_says_no_version_is_as_good_as_any(
     if shutil.which("cc") is None:
         pytest.skip("no C compiler is installed as cc")
     monkeypatch.setenv("CC", compiler(tmp_path, '[ "$1" = --version ] && exit 0; exec cc "$@"'))
-    assert library.load().outrider_native_init(7) == 7
+    assert library.load("bfloat16").outrider_native_init(7) == 7
 
 
 def test_a_program_that_cannot_run_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,19 +163,19 @@ def test_a_program_that_cannot_run_is_a_reason(tmp_path: Path, monkeypatch: pyte
     program.chmod(0o755)
     monkeypatch.setenv("CC", str(program))
     with pytest.raises(library.BuildError, match="could not be run"):
-        library.load()
+        library.load("bfloat16")
 
 
 def test_without_a_compiler_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler(monkeypatch)
     with pytest.raises(library.BuildError, match="no C compiler was found"):
-        library.load()
+        library.load("bfloat16")
 
 
 def test_processes_that_build_at_once_all_get_a_library(cache: Path) -> None:
     load = (
         "import sys; from pathlib import Path; from outrider.engine.native import library; "
-        "library.SOURCE = Path(sys.argv[1]); print(library.load().outrider_native_init(7))"
+        "library.SOURCE = Path(sys.argv[1]); print(library.load('bfloat16').outrider_native_init(7))"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", load, str(library.SOURCE)], stdout=subprocess.PIPE, text=True)

@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -29,9 +31,9 @@ from transformers import (
 from outrider.config import EngineArgs
 from outrider.engine.engine import Engine, drive
 from outrider.engine.loading import load_engine, load_model
-from outrider.engine.model import Batch, Span
+from outrider.engine.model import Batch, CausalModel, Span
 from outrider.engine.native import library
-from outrider.engine.native_model import NativeModel, unsupported
+from outrider.engine.native_model import ELEMENTS, NativeModel, unsupported
 from outrider.engine.transformers_model import TransformersModel
 from outrider.errors import ConfigError
 from outrider.messages import Limits, Open, Plan, SamplingParams, Verdict, VerifyOrder
@@ -99,6 +101,23 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     return folder
 
 
+KERNELS = [
+    pytest.param((torch.bfloat16, True), id="bfloat16"),
+    pytest.param((torch.bfloat16, False), id="bfloat16-portable"),
+    pytest.param((torch.float32, False), id="float32"),
+]
+
+
+@pytest.fixture(params=KERNELS)
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Each type, and bfloat16 on portable vectors too, which AMX takes the place of where there is AMX."""
+    chosen, amx = request.param
+    kernels = library.load(ELEMENTS[chosen])
+    kernels.outrider_native_init(int(amx))
+    yield chosen
+    kernels.outrider_native_init(int(os.environ.get("OUTRIDER_AMX", "1") != "0"))
+
+
 def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -117,8 +136,10 @@ def forward(model: NativeModel, parts: Sequence[tuple[list[int], int, list[int]]
     return model.forward(Batch(torch.tensor(flat), torch.tensor(positions), tuple(spans), rows))
 
 
-def loaded(folder: Path, num_blocks: int = 64, block_size: int = BLOCK) -> NativeModel:
-    model = NativeModel(folder, block_size=block_size)
+def loaded(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, num_blocks: int = 64, block_size: int = BLOCK
+) -> NativeModel:
+    model = NativeModel(folder, dtype=dtype, block_size=block_size)
     model.allocate(num_blocks)
     return model
 
@@ -141,6 +162,34 @@ def test_logits_are_as_close_to_float32_as_transformers_own_bfloat16(
 
 
 @pytest.mark.parametrize(
+    ("name", "block_size"), [*((name, BLOCK) for name in CONFIGS), ("llama", 64), ("mistral-window", 64)]
+)
+def test_float32_logits_are_those_of_transformers(folder_of: FolderOf, name: str, block_size: int) -> None:
+    folder, ids = folder_of(name), tokens(150)
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        truth = exact(torch.tensor([ids])).logits[0]
+    ours = forward(loaded(folder, torch.float32, block_size=block_size), [(ids, 0, list(range(5)))])
+    assert (ours - truth).abs().max() <= 1e-4 * truth.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen2-biases", "qwen3-norms"])
+def test_greedy_float32_texts_are_those_of_generate(folder_of: FolderOf, name: str) -> None:
+    folder, prompt, count = folder_of(name), tokens(30), 60
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = exact.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0
+    )
+    model, ours = loaded(folder, torch.float32), list(prompt)
+    new, cached = prompt, 0
+    for _ in range(count):
+        logits = forward(model, [(new, cached, list(range(3)))])
+        cached, new = len(ours), [int(logits[-1].argmax())]
+        ours += new
+    assert ours == theirs[0].tolist()
+
+
+@pytest.mark.parametrize(
     ("name", "block_size"),
     [
         ("llama", BLOCK),
@@ -156,8 +205,11 @@ def test_logits_are_as_close_to_float32_as_transformers_own_bfloat16(
         ("half-groups", BLOCK),
     ],
 )
-def test_a_row_is_bitwise_the_same_in_any_company(folder_of: FolderOf, name: str, block_size: int) -> None:
-    model, ids, other = loaded(folder_of(name), block_size=block_size), tokens(300), tokens(45, seed=1)
+def test_a_row_is_bitwise_the_same_in_any_company(
+    folder_of: FolderOf, dtype: torch.dtype, name: str, block_size: int
+) -> None:
+    model = loaded(folder_of(name), dtype, block_size=block_size)
+    ids, other = tokens(300), tokens(45, seed=1)
     whole = forward(model, [(ids, 0, list(range(10)))])
     blocks, beside = [40, 31, 52, 33, 44, 35, 36, 37, 38, 39], [20, 21]
     pieces = [forward(model, [(ids[:150], 0, blocks)])]
@@ -171,22 +223,82 @@ def test_a_row_is_bitwise_the_same_in_any_company(folder_of: FolderOf, name: str
     assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_a_nan_left_in_a_block_does_not_reach_its_next_owner(folder_of: FolderOf) -> None:
-    model, ids = loaded(folder_of("llama"), num_blocks=8), tokens(20)
+@pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen2-biases", "qwen3-norms"])
+def test_a_row_has_the_same_bits_in_any_cut_beside_any_others(
+    folder_of: FolderOf, dtype: torch.dtype, name: str
+) -> None:
+    model = loaded(folder_of(name), dtype)
+    texts = [tokens(140, seed) for seed in range(3)]
+    blocks = [[7, 2, 30, 4, 11], [20, 21, 22, 23, 24], [9, 8, 1, 6, 5]]
+    truths = [
+        torch.cat([forward(model, [([token], at, blocks[i])]) for at, token in enumerate(text)])
+        for i, text in enumerate(texts)
+    ]
+    chunk = st.sampled_from([1, 1, 2, 3, 5, 8, 9, 12, 13, 17, 33, 70, 140])
+
+    @settings(max_examples=10, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.permutations(range(3)), st.integers(1, 3), st.tuples(chunk, chunk, chunk)),
+            min_size=4,
+        )
+    )
+    def check(steps: list[tuple[list[int], int, tuple[int, int, int]]]) -> None:
+        at = [0, 0, 0]
+        for order, company, chunks in steps:
+            parts = [(i, at[i], min(140, at[i] + chunks[i])) for i in order[:company] if at[i] < 140]
+            if not parts:
+                continue
+            logits = forward(model, [(texts[i][begin:end], begin, blocks[i]) for i, begin, end in parts])
+            row = 0
+            for i, begin, end in parts:
+                assert torch.equal(logits[row : row + end - begin], truths[i][begin:end])
+                row, at[i] = row + end - begin, end
+
+    check()
+
+
+def test_the_number_of_rows_changes_no_bit(folder_of: FolderOf, dtype: torch.dtype) -> None:
+    # Every way in which rows are blocked: 1 to 12 at once in vectors, 16 and 32 in AMX, rests of each.
+    model, ids = loaded(folder_of("half-groups"), dtype), tokens(40)
+    whole = forward(model, [(ids, 0, [0, 1])])
+    for rows in range(1, 40):
+        assert torch.equal(forward(model, [(ids[:rows], 0, [2, 3])]), whole[:rows])
+
+
+def test_a_nan_left_in_a_block_does_not_reach_its_next_owner(folder_of: FolderOf, dtype: torch.dtype) -> None:
+    model, ids = loaded(folder_of("llama"), dtype, num_blocks=8), tokens(20)
     clean = forward(model, [(ids, 0, [3])])
     for pool in model._pools:
         pool.fill_(float("nan"))
     assert torch.equal(forward(model, [(ids, 0, [3])]), clean)
 
 
-def test_a_nan_among_the_keys_shows_in_that_sequence_only(folder_of: FolderOf) -> None:
-    model, ids = loaded(folder_of("llama"), num_blocks=8), tokens(20)
+def test_a_nan_among_the_keys_shows_in_that_sequence_only(folder_of: FolderOf, dtype: torch.dtype) -> None:
+    model, ids = loaded(folder_of("llama"), dtype, num_blocks=8), tokens(20)
     clean = forward(model, [(ids[:10], 0, [0]), (ids[:10], 0, [1])])
     model._pools[0][0, :, :64] = float("nan")
     sick, healthy = forward(model, [([5], 10, [0]), ([5], 10, [1])])
     assert sick.isnan().all()
     assert healthy.isfinite().all()
     assert clean.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_no_number_stays_among_those_that_see_it(
+    folder_of: FolderOf, tmp_path: Path, dtype: torch.dtype, bad: float
+) -> None:
+    folder, sick = copied(folder_of("llama"), tmp_path), 299
+    held = load_file(folder / "model.safetensors")
+    held["model.embed_tokens.weight"][sick] = bad
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    model, ids = loaded(folder, dtype), [token % sick for token in tokens(40)]
+    whole = forward(model, [(ids, 0, [0, 1])])
+    block = forward(model, [([*ids[:20], sick, *ids[21:25]], 0, [2])])
+    assert torch.equal(block[:20], whole[:20])
+    assert block[20:].isnan().all()
+    # Its drafts were rejected, and what comes instead is written over them.
+    assert torch.equal(forward(model, [(ids[20:], 20, [2, 3])]), whole[20:])
 
 
 def test_portable_vectors_agree_with_amx(folder_of: FolderOf, tmp_path: Path) -> None:
@@ -197,7 +309,7 @@ import torch
 from outrider.engine.model import Batch, Span
 from outrider.engine.native_model import NativeModel
 from pathlib import Path
-model = NativeModel(Path({str(folder)!r}), block_size={BLOCK})
+model = NativeModel(Path({str(folder)!r}), dtype=torch.bfloat16, block_size={BLOCK})
 model.allocate(4)
 ids = torch.tensor({ids})
 rows = torch.arange(90)
@@ -232,7 +344,24 @@ def test_what_the_kernels_cannot_run_is_said(tmp_path: Path, change: dict[str, o
     with pytest.raises(ConfigError, match=f"cpu_kernels: native cannot run .*{reason}"):
         load_model(tmp_path, dtype="bfloat16", device="cpu", block_size=BLOCK, cpu_kernels="native")
     with pytest.raises(ConfigError, match=f"the C kernels cannot run .*{reason}"):
-        NativeModel(tmp_path, block_size=BLOCK)
+        NativeModel(tmp_path, dtype=torch.bfloat16, block_size=BLOCK)
+
+
+def test_a_type_that_the_kernels_do_not_compute_in_is_said(folder_of: FolderOf) -> None:
+    reason = "the C kernels compute in bfloat16 or float32, not torch.float16"
+    assert unsupported(folder_of("llama"), torch.float16, BLOCK) == reason
+
+
+def test_loading_takes_the_type_that_was_asked_for(folder_of: FolderOf) -> None:
+    def load(dtype: str) -> CausalModel:
+        return load_model(
+            folder_of("llama"), dtype=dtype, device="cpu", block_size=BLOCK, cpu_kernels="native"
+        )
+
+    exact, rounded = load("float32"), load("bfloat16")
+    assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    assert exact.bytes_per_block() == 2 * rounded.bytes_per_block()
+    assert exact.numerics == rounded.numerics == "strict"
 
 
 @pytest.mark.parametrize(
@@ -404,17 +533,19 @@ def native_llama(build_llama: Callable[..., Path]) -> Path:
 
 
 @functools.cache
-def native(folder: Path) -> NativeModel:
+def native(folder: Path, dtype: torch.dtype) -> NativeModel:
     """One model for all: every new engine allocates its cache anew, and the one before it is over."""
-    return NativeModel(folder, block_size=BLOCK)
+    return NativeModel(folder, dtype=dtype, block_size=BLOCK)
 
 
-def make_engine(folder: Path, *, prefix_caching: bool = True) -> Engine:
+def make_engine(
+    folder: Path, dtype: torch.dtype, *, prefix_caching: bool = True, num_blocks: int = 24
+) -> Engine:
     """Steps of 40 rows, so that prompts take several, and four places for eight sequences."""
-    model = native(folder)
+    model = native(folder, dtype)
     return Engine(
         model,
-        num_blocks=24,
+        num_blocks=num_blocks,
         vocab_size=model.vocab_size,
         max_model_len=256,
         max_num_seqs=4,
@@ -429,11 +560,11 @@ def opening(name: str, prompt: list[int], k: int) -> Open:
 
 
 @functools.cache
-def plain_texts(folder: Path) -> list[list[int]]:
+def plain_texts(folder: Path, dtype: torch.dtype) -> list[list[int]]:
     """What each prompt gives alone, without drafts and without a prefix cache."""
     found = []
     for prompt in PROMPTS:
-        verdicts = drive(make_engine(folder, prefix_caching=False), [opening("plain", prompt, 0)])
+        verdicts = drive(make_engine(folder, dtype, prefix_caching=False), [opening("plain", prompt, 0)])
         found.append(
             [token for verdict in verdicts if isinstance(verdict, Verdict) for token in verdict.tokens]
         )
@@ -447,12 +578,13 @@ def draft(ahead: list[int], k: int, right: int, vocab: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("concurrency", [1, 8])
 @pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_engine_over_the_kernels_gives_the_plain_text_with_any_drafts(
-    native_llama: Path, k: int, concurrency: int
+    native_llama: Path, dtype: torch.dtype, k: int, concurrency: int
 ) -> None:
-    truths = plain_texts(native_llama)
+    truths = plain_texts(native_llama, dtype)
     for right in {0, k // 2, k}:
-        engine = make_engine(native_llama)
+        engine = make_engine(native_llama, dtype)
         sequences = range(concurrency)
         done: dict[str, list[int]] = defaultdict(list)
         accepted, hits = 0, 0
@@ -473,7 +605,35 @@ def test_the_engine_over_the_kernels_gives_the_plain_text_with_any_drafts(
         assert (hits > 0) is (concurrency > 1)  # the later ones find the prefix of the first
 
 
-def test_the_plain_texts_differ_and_end_by_length(native_llama: Path) -> None:
-    texts = plain_texts(native_llama)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_plain_texts_differ_and_end_by_length(native_llama: Path, dtype: torch.dtype) -> None:
+    texts = plain_texts(native_llama, dtype)
     assert {len(text) for text in texts} == {MAX_TOKENS}
     assert len({tuple(text) for text in texts}) == len(PROMPTS)
+
+
+def sampled(name: str, prompt: list[int]) -> Open:
+    params = SamplingParams(temperature=1.0, seed=3)
+    return Open(name, 0, tuple(prompt), (), params, Limits(MAX_TOKENS), Plan(name, 0), logprobs=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_prefix_hits_and_preemption_change_no_bit_of_a_log_probability(
+    native_llama: Path, dtype: torch.dtype
+) -> None:
+    def answers(num_blocks: int, prompts: list[list[int]]) -> tuple[list[list[Any]], int, int]:
+        engine = make_engine(native_llama, dtype, num_blocks=num_blocks)
+        found: dict[str, list[Any]] = defaultdict(list)
+        hits = 0
+        for verdict in drive(engine, [sampled(str(i), prompt) for i, prompt in enumerate(prompts)]):
+            assert isinstance(verdict, Verdict)
+            found[verdict.sequence] += zip(verdict.tokens, verdict.logprobs, strict=True)
+            hits += verdict.cached_tokens
+        return [found[str(i)] for i in range(len(prompts))], hits, engine.stats().preemptions
+
+    alone = [answers(24, [prompt])[0][0] for prompt in PROMPTS]
+    roomy, hits, _ = answers(24, PROMPTS)
+    tight, _, preemptions = answers(7, PROMPTS)
+    assert hits > 0
+    assert preemptions > 0
+    assert roomy == tight == alone

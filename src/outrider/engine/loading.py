@@ -108,7 +108,7 @@ def load_model(
 
         reason = native_model.unsupported(folder, torch_dtype, block_size)
         if reason is None:
-            return native_model.NativeModel(folder, block_size=block_size)
+            return native_model.NativeModel(folder, dtype=torch_dtype, block_size=block_size)
         if cpu_kernels == "native":
             raise ConfigError(f"cpu_kernels: native cannot run {folder}: {reason}; use auto or torch")
         logger.warning("%s runs on torch's kernels, which are slower than the C kernels: %s", folder, reason)

@@ -1,7 +1,7 @@
 """What the engine asks of a model: logits for a ragged batch over a paged KV cache.
 
 Two implementations: `transformers_model.TransformersModel` (any supported family, any device) and
-`native_model.NativeModel` (Llama-shaped families in bf16 on a CPU, fused C kernels).
+`native_model.NativeModel` (Llama-shaped families in bf16 or fp32 on a CPU, fused C kernels).
 
 Shapes: R rows (tokens of this step, all sequences one after the other), L logit rows, V vocabulary.
 """

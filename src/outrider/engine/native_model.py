@@ -1,4 +1,4 @@
-"""Llama-shaped models in bfloat16 on a CPU: one C call a step, weights in one arena in reading order.
+"""Llama-shaped models on a CPU, in bfloat16 or float32: one C call a step, weights in reading order.
 
 Covers Llama, Mistral (with its window), Qwen2 and Qwen3 as transformers defines them: RMSNorm, rotary
 embedding by halves, grouped-query attention, SwiGLU. Everything else runs on `TransformersModel`.
@@ -30,7 +30,8 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
 GROUP = 64  # outputs that lie together in a packed matrix
-STEP = 32  # what every width is a multiple of: pairs of 16
+STEP = 32  # what every width is a multiple of: the depth of a tile
+ELEMENTS: dict[torch.dtype, library.Element] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 MAX_HEAD_DIM = 256
 
 
@@ -91,8 +92,8 @@ class Sizes:
 def unsupported(folder: Path, dtype: torch.dtype, block_size: int) -> str | None:
     """Why the C kernels cannot run this checkpoint here; None when they can."""
     config = text_config(folder)
-    if dtype is not torch.bfloat16:
-        return f"the C kernels compute in bfloat16, not {dtype}"
+    if dtype not in ELEMENTS:
+        return f"the C kernels compute in {' or '.join(ELEMENTS.values())}, not {dtype}"
     architecture = _architecture(config)
     if architecture not in ARCHITECTURES:
         return f"{architecture} is none of {', '.join(ARCHITECTURES)}"
@@ -121,7 +122,7 @@ def unsupported(folder: Path, dtype: torch.dtype, block_size: int) -> str | None
     if reason := _unsupported_size(sizes, block_size):
         return reason
     try:
-        library.load()
+        library.load(ELEMENTS[dtype])
     except library.BuildError as error:
         return str(error)
     return None
@@ -152,35 +153,35 @@ class NativeModel:
 
     numerics: Numerics = "strict"
 
-    def __init__(self, folder: Path, *, block_size: int) -> None:
+    def __init__(self, folder: Path, *, dtype: torch.dtype, block_size: int) -> None:
         """Read and pack the weights. Raises `ConfigError`: unsupported, or not what config.json says."""
-        if reason := unsupported(folder, torch.bfloat16, block_size):
+        if reason := unsupported(folder, dtype, block_size):
             raise ConfigError(f"the C kernels cannot run {folder}: {reason}")
         config = text_config(folder)
         self.device = torch.device("cpu")
-        self.dtype = torch.bfloat16
+        self.dtype = dtype
         self.block_size = block_size
         self._sizes = Sizes.read(config)
         self.vocab_size = self._sizes.vocab
         self.max_model_len = self._sizes.positions
-        self._library = library.load()
+        self._library = library.load(ELEMENTS[dtype])
         self._padded_vocab = _padded(self.vocab_size)
         self._kept: list[Any] = []  # what C points into
         self._pools: list[Tensor] = []
-        self._scratch = torch.empty(0, dtype=torch.bfloat16)
+        self._scratch = torch.empty(0, dtype=dtype)
         with ExitStack() as stack:
-            self._load(config, _Checkpoint(folder, stack))
+            self._load(config, _Checkpoint(folder, dtype, stack))
 
     # ---- the model contract
 
     def bytes_per_block(self) -> int:
-        return self._sizes.layers * 2 * self._sizes.keys * self.block_size * 2
+        return self._sizes.layers * 2 * self._sizes.keys * self.block_size * self.dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         sizes = self._sizes
         shape = (num_blocks, sizes.kv_heads, self.block_size * sizes.head_dim)
         # Zeros: what was never written is multiplied by a weight of 0, and must not be a NaN.
-        self._pools = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2 * sizes.layers)]
+        self._pools = [torch.zeros(shape, dtype=self.dtype) for _ in range(2 * sizes.layers)]
         for index in range(sizes.layers):
             self._layers[index].keys = self._pools[2 * index].data_ptr()
             self._layers[index].values = self._pools[2 * index + 1].data_ptr()
@@ -188,7 +189,7 @@ class NativeModel:
     def forward(self, batch: Batch) -> Tensor:
         rows, wanted = len(batch.tokens), len(batch.logit_rows)
         if rows * self._values_per_row > self._scratch.numel():
-            self._scratch = torch.empty(rows * self._values_per_row, dtype=torch.bfloat16)
+            self._scratch = torch.empty(rows * self._values_per_row, dtype=self.dtype)
         spans = batch.spans
         blocks = [block for span in spans for block in span.blocks]
         tables = [0]
@@ -234,9 +235,10 @@ class NativeModel:
         hidden, intermediate = sizes.hidden, sizes.intermediate
         tied = bool(config.get("tie_word_embeddings", False))
         self._values_per_row = 3 * hidden + sizes.wide + sizes.attended + intermediate
-        a_layer = _packed_bytes(sizes.wide, hidden) + _packed_bytes(hidden, sizes.attended)
-        a_layer += _packed_bytes(2 * intermediate, hidden) + _packed_bytes(hidden, intermediate)
-        self._arena = _Arena(sizes.layers * a_layer + _packed_bytes(sizes.vocab, hidden))
+        a_layer = _packed(sizes.wide, hidden) + _packed(hidden, sizes.attended)
+        a_layer += _packed(2 * intermediate, hidden) + _packed(hidden, intermediate)
+        elements = sizes.layers * a_layer + _packed(sizes.vocab, hidden)
+        self._arena = _Arena(elements * self.dtype.itemsize)
         self._layers = (library.Layer * sizes.layers)()
         for index in range(sizes.layers):
             self._load_layer(self._layers[index], checkpoint, f"model.layers.{index}.", config)
@@ -297,7 +299,7 @@ class NativeModel:
 
     def _pack(self, weight: Tensor) -> int:
         n, k = weight.shape
-        address = self._arena.take(_packed_bytes(n, k))
+        address = self._arena.take(_packed(n, k) * self.dtype.itemsize)
         self._library.outrider_pack(weight.contiguous().data_ptr(), address, n, k)
         return address
 
@@ -311,9 +313,9 @@ def _padded(outputs: int) -> int:
     return -(-outputs // GROUP) * GROUP
 
 
-def _packed_bytes(n: int, k: int) -> int:
-    """Room in the arena of a matrix of n outputs and k inputs."""
-    return 2 * _padded(n) * k
+def _packed(n: int, k: int) -> int:
+    """Elements in the arena of a matrix of n outputs and k inputs."""
+    return _padded(n) * k
 
 
 class _Arena:
@@ -335,9 +337,9 @@ class _Arena:
 
 
 class _Checkpoint:
-    """The tensors of a folder by name, in bfloat16, whatever files they lie in."""
+    """The tensors of a folder by name, in one type, whatever files they lie in."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, stack: ExitStack) -> None:
         from safetensors import safe_open
 
         files = [
@@ -346,6 +348,7 @@ class _Checkpoint:
         ]
         if not files:
             raise ConfigError(f"{folder} has no *.safetensors file: save the model as safetensors")
+        self._dtype = dtype
         self._files: dict[str, Any] = dict(_names(files))
 
     def read(self, name: str, *shape: int) -> Tensor:
@@ -358,7 +361,7 @@ class _Checkpoint:
                 f"tensor {name!r} has shape {_spelled(tensor.shape)}, and by config.json it must be "
                 f"{_spelled(shape)}: the two files are of different models"
             )
-        return tensor.to(torch.bfloat16)
+        return tensor.to(self._dtype)
 
 
 def _spelled(shape: Iterable[int]) -> str:

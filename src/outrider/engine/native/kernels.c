@@ -1,22 +1,23 @@
-/* One whole forward pass of a Llama-shaped model in bfloat16 on one CPU thread.
+/* One whole forward pass of a Llama-shaped model on one CPU thread, in bfloat16 or, with -DFLOAT32, in float32.
  *
  * Speed: at few rows a step costs what reading the weights costs, so weights lie in one arena in the order
  * they are read, and everything between two matrices happens in cache, inside one call.
  *
  * Numerics: what a row computes never depends on the rows beside it. Every dot product runs over k in the
  * same order whatever the number of rows, and attention runs over fixed spans of 128 keys from position 0.
- * Sums are float32; values are rounded to bfloat16 where a layer's tensors are stored.
+ * Sums are float32; values are rounded to the element type where a layer's tensors are stored.
  *
- * Layouts (a "tile" is 16 x 16 pairs of bfloat16, 1 KiB, what one AMX register holds):
- *   weights      [group of 64 outputs][k tile][4][16 k pairs][16 outputs][2]
- *   keys         [block][kv head][16 keys][d / 32][16 d pairs][16 keys][2]
- *   values       [block][kv head][32 keys][d / 16][16 key pairs][16 d][2]
+ * Layouts. A "cell" is what is multiplied in one lane at a time, 4 bytes: a pair of bfloat16 or one float32, PAIR
+ * elements. A "tile" is 32 deep and 16 wide, 512 elements; of bfloat16 it is what one AMX register holds.
+ *   weights      [group of 64 outputs][k / 32][4][32 / PAIR][16 outputs][PAIR]
+ *   keys         [block][kv head][16 keys][d / PAIR][16 keys][PAIR]
+ *   values       [block][kv head][32 keys][d / 16][32 / PAIR][16 d][PAIR]
  * Legend: M rows, N outputs, K inputs, D head size, G query heads a kv head.
  */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__linux__) && !defined(FLOAT32)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,29 +26,42 @@
 #define HAVE_AMX 0
 #endif
 
-typedef uint16_t bf16;
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
-enum { TILE = 512, GROUP = 64, KEYS = 32, SPAN = 128, ROWS = 16, PANEL = 1 << 20 };
+enum { DEPTH = 32, TILE = DEPTH * 16, GROUP = 64, KEYS = 32, SPAN = 128, ROWS = 16, PANEL = 1 << 20 };
 
 static int use_amx = 0;
 
-/* ---- bfloat16 and vectors */
+/* ---- vectors, and the element type in them */
 
 static inline f32x16 load_f32(const float *p) { f32x16 v; memcpy(&v, p, 64); return v; }
 static inline void store_f32(float *p, f32x16 v) { memcpy(p, &v, 64); }
 static inline f32x16 splat(float x) { return x - (f32x16){0}; }
 
-static inline f32x16 load_bf16(const bf16 *p) {
+#ifdef FLOAT32
+typedef float element;
+enum { PAIR = 1 };
+
+static inline f32x16 load(const element *p) { return load_f32(p); }
+static inline void store(element *p, f32x16 v) { store_f32(p, v); }
+static inline float to_f32(element x) { return x; }
+
+/* Element i of 16 cells. */
+static inline f32x16 lanes_of(const element *cells, int i) { (void)i; return load_f32(cells); }
+#else
+typedef uint16_t element;
+enum { PAIR = 2 };
+
+static inline f32x16 load(const element *p) {
     u16x16 half;
     memcpy(&half, p, 32);
     return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
 }
 
-static inline void store_bf16(bf16 *p, f32x16 v) {
+static inline void store(element *p, f32x16 v) {
     u32x16 bits = (u32x16)v;
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
     u32x16 nan = (u32x16)(v != v);
@@ -55,13 +69,15 @@ static inline void store_bf16(bf16 *p, f32x16 v) {
     memcpy(p, &half, 32);
 }
 
-static inline float to_f32(bf16 x) { uint32_t b = (uint32_t)x << 16; float f; memcpy(&f, &b, 4); return f; }
+static inline float to_f32(element x) { uint32_t b = (uint32_t)x << 16; float f; memcpy(&f, &b, 4); return f; }
 
-static inline bf16 to_bf16(float x) {
-    uint32_t b;
-    memcpy(&b, &x, 4);
-    return x != x ? 0x7fc0 : (bf16)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+/* Element i of 16 cells. */
+static inline f32x16 lanes_of(const element *cells, int i) {
+    u32x16 both;
+    memcpy(&both, cells, 64);
+    return (f32x16)(i ? both & 0xffff0000u : both << 16);
 }
+#endif
 
 static inline f32x16 select16(i32x16 mask, f32x16 yes, f32x16 no) {
     return (f32x16)((mask & (i32x16)yes) | (~mask & (i32x16)no));
@@ -145,33 +161,74 @@ static void configure(int rows) {
 /* ---- matrices */
 
 /* weight [N][K] row-major to tiles; N is padded with zeros to a multiple of 64, K is a multiple of 32. */
-void outrider_pack(const bf16 *weight, bf16 *packed, int64_t N, int64_t K) {
-    int64_t groups = (N + GROUP - 1) / GROUP, ktiles = K / 32;
-    for (int64_t g = 0; g < groups; g++)
-        for (int64_t kt = 0; kt < ktiles; kt++)
-            for (int j = 0; j < 4; j++)
-                for (int pair = 0; pair < 16; pair++)
-                    for (int lane = 0; lane < 16; lane++) {
-                        int64_t n = g * GROUP + j * 16 + lane, k = kt * 32 + pair * 2;
-                        *packed++ = n < N ? weight[n * K + k] : 0;
-                        *packed++ = n < N ? weight[n * K + k + 1] : 0;
-                    }
+void outrider_pack(const element *weight, element *packed, int64_t N, int64_t K) {
+    for (int64_t g = 0; g < N; g += GROUP)
+        for (int64_t k = 0; k < K; k += DEPTH)
+            for (int64_t column = g; column < g + GROUP; column += 16)
+                for (int64_t cell = k; cell < k + DEPTH; cell += PAIR)
+                    for (int64_t n = column; n < column + 16; n++)
+                        for (int64_t i = cell; i < cell + PAIR; i++) *packed++ = n < N ? weight[n * K + i] : 0;
 }
 
 /* One row of a packed matrix: the embedding of a token where it is tied to the head. */
-static void unpack_row(const bf16 *packed, int64_t n, int64_t K, bf16 *row) {
-    const bf16 *tile = packed + (n / GROUP) * (K / 32) * 4 * TILE + ((n % GROUP) / 16) * TILE + (n % 16) * 2;
-    for (int64_t kt = 0; kt < K / 32; kt++, tile += 4 * TILE)
-        for (int pair = 0; pair < 16; pair++, row += 2) memcpy(row, tile + pair * 32, 4);
+static void unpack_row(const element *packed, int64_t n, int64_t K, element *row) {
+    const element *tile = packed + n / GROUP * GROUP * K + n % GROUP / 16 * TILE + n % 16 * PAIR;
+    for (int64_t k = 0; k < K; k += DEPTH, tile += 4 * TILE)
+        for (int64_t i = 0; i < DEPTH; i += PAIR) memcpy(row + k + i, tile + i * 16, 4);
+}
+
+/* Rows x 2 vectors of sums in registers: 24 of 32 with AVX-512; what AVX2 and NEON hold of these vectors. */
+#ifdef __AVX512F__
+enum { ABREAST = 12 };
+#else
+enum { ABREAST = 3 };
+#endif
+
+/* out [rows][32] += x [rows][depth] times two columns of tiles, `apart` elements from each other, over k in order. */
+static inline __attribute__((always_inline)) void rows_product(const element *x, int64_t stride, int rows,
+                                                               const element *w, int64_t apart, int64_t depth,
+                                                               float *out, int64_t out_stride) {
+    f32x16 left[ABREAST], right[ABREAST];
+    for (int r = 0; r < rows; r++) {
+        left[r] = load_f32(out + r * out_stride);
+        right[r] = load_f32(out + r * out_stride + 16);
+    }
+    for (int64_t k = 0; k < depth; k += PAIR, w += 16 * PAIR)
+        for (int i = 0; i < PAIR; i++) {
+            f32x16 a = lanes_of(w, i), b = lanes_of(w + apart, i);
+            for (int r = 0; r < rows; r++) {
+                float value = to_f32(x[r * stride + k + i]);
+                left[r] += a * value;
+                right[r] += b * value;
+            }
+        }
+    for (int r = 0; r < rows; r++) {
+        store_f32(out + r * out_stride, left[r]);
+        store_f32(out + r * out_stride + 16, right[r]);
+    }
+}
+
+/* The same for any number of rows: the number is known where the loop is compiled, so that sums stay in registers. */
+static void columns_product(const element *x, int64_t stride, int rows, const element *w, int64_t apart, int64_t depth,
+                            float *out, int64_t out_stride) {
+    for (; rows > 0; rows -= ABREAST, x += ABREAST * stride, out += ABREAST * out_stride)
+        switch (rows < ABREAST ? rows : ABREAST) {
+#define CASE(n) case n: rows_product(x, stride, n, w, apart, depth, out, out_stride); break;
+            CASE(1) CASE(2) CASE(3)
+#ifdef __AVX512F__
+            CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+        }
+}
+
+static inline void prefetch(const element *w, int elements) {
+    for (int at = 0; at < elements; at += 16 * PAIR) __builtin_prefetch(w + at);
 }
 
 #if HAVE_AMX
-static inline void prefetch(const bf16 *w, int elements) {
-    for (int at = 0; at < elements; at += 32) _mm_prefetch((const char *)(w + at), _MM_HINT_T0);
-}
-
 /* Up to 16 rows: the group's four columns of tiles at once. */
-static void narrow_product(const bf16 *x, int64_t stride, const bf16 *w, int64_t ktiles, int first, float *out) {
+static void narrow_product(const element *x, int64_t stride, const element *w, int64_t ktiles, int first, float *out) {
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t kt = 0; kt < ktiles; kt++, x += 32, w += 4 * TILE) {
         if (first) prefetch(w + 8 * TILE, 4 * TILE);
@@ -192,11 +249,11 @@ static void narrow_product(const bf16 *x, int64_t stride, const bf16 *w, int64_t
 }
 
 /* 17 to 32 rows: two columns at a time, each weight tile serves twice. */
-static void wide_product(const bf16 *x, int64_t stride, const bf16 *w, int64_t ktiles, int first, float *out) {
+static void wide_product(const element *x, int64_t stride, const element *w, int64_t ktiles, int first, float *out) {
     for (int half = 0; half < 2; half++, w += 2 * TILE, out += 32) {
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
         for (int64_t kt = 0; kt < ktiles; kt++) {
-            const bf16 *tiles = w + kt * 4 * TILE;
+            const element *tiles = w + kt * 4 * TILE;
             if (first) prefetch(tiles + 8 * TILE, 2 * TILE);
             _tile_loadd(4, x + kt * 32, stride * 2);
             _tile_loadd(5, x + ROWS * stride + kt * 32, stride * 2);
@@ -216,7 +273,7 @@ static void wide_product(const bf16 *x, int64_t stride, const bf16 *w, int64_t k
 #endif
 
 /* out [rows][64] = x [rows][K] times one group; rows <= 32. `first`: its weights come from memory. */
-static void group_product(const bf16 *x, int64_t stride, int rows, const bf16 *w, int64_t ktiles, int first,
+static void group_product(const element *x, int64_t stride, int rows, const element *w, int64_t ktiles, int first,
                           float *out) {
 #if HAVE_AMX
     if (use_amx) {
@@ -224,60 +281,51 @@ static void group_product(const bf16 *x, int64_t stride, int rows, const bf16 *w
         return;
     }
 #endif
-    (void)first;
-    for (int row = 0; row < rows; row++) {
-        f32x16 total[4] = {{0}};
-        const bf16 *tiles = w;
-        for (int64_t kt = 0; kt < ktiles; kt++)
-            for (int j = 0; j < 4; j++, tiles += TILE)
-                for (int pair = 0; pair < 16; pair++) {
-                    u32x16 both;
-                    memcpy(&both, tiles + pair * 32, 64);
-                    const bf16 *value = x + row * stride + kt * 32 + pair * 2;
-                    total[j] += (f32x16)(both << 16) * to_f32(value[0]);
-                    total[j] += (f32x16)(both & 0xffff0000u) * to_f32(value[1]);
-                }
-        for (int j = 0; j < 4; j++) store_f32(out + row * GROUP + j * 16, total[j]);
+    memset(out, 0, (size_t)(rows * GROUP) * sizeof(float));
+    for (int64_t kt = 0; kt < ktiles; kt++, x += DEPTH, w += 4 * TILE) {
+        if (first) prefetch(w + 8 * TILE, 4 * TILE);
+        columns_product(x, stride, rows, w, TILE, DEPTH, out, GROUP);
+        columns_product(x, stride, rows, w + 2 * TILE, TILE, DEPTH, out + 32, GROUP);
     }
 }
 
 typedef enum { STORE, ADD, SILU_MUL, FLOATS } Finish;
 
 /* out = finish(x [M][K] times packed [N][K] + bias).
- *   STORE     out bf16 [M][N]
- *   ADD       out bf16 [M][N] += the product: the residual stream
+ *   STORE     out [M][N]
+ *   ADD       out [M][N] += the product: the residual stream
  *   SILU_MUL  each group is 32 gates and their 32 ups; out bf16 [M][N / 2] = silu(gate) * up
  *   FLOATS    out float [M][N] */
-static void finish_rows(const float *part, int rows, int64_t m, int64_t g, int64_t N, const bf16 *bias, Finish finish,
+static void finish_rows(const float *part, int rows, int64_t m, int64_t g, int64_t N, const element *bias, Finish finish,
                         void *out) {
     int64_t width = N - g * GROUP < GROUP ? N - g * GROUP : GROUP;
     for (int row = 0; row < rows; row++) {
         const float *value = part + row * GROUP;
         if (finish == SILU_MUL) {
-            bf16 *to = (bf16 *)out + (m + row) * (N / 2) + g * 32;
+            element *to = (element *)out + (m + row) * (N / 2) + g * 32;
             for (int i = 0; i < 32; i += 16) {
                 f32x16 gate = load_f32(value + i), up = load_f32(value + 32 + i);
-                store_bf16(to + i, gate / (1.0f + exp16(-gate)) * up);
+                store(to + i, gate / (1.0f + exp16(-gate)) * up);
             }
             continue;
         }
         for (int64_t i = 0; i < width; i += 16) {
             f32x16 v = load_f32(value + i);
             int64_t at = (m + row) * N + g * GROUP + i;
-            if (bias) v += load_bf16(bias + g * GROUP + i);
+            if (bias) v += load(bias + g * GROUP + i);
             if (finish == FLOATS) { store_f32((float *)out + at, v); continue; }
-            if (finish == ADD) v += load_bf16((bf16 *)out + at);
-            store_bf16((bf16 *)out + at, v);
+            if (finish == ADD) v += load((element *)out + at);
+            store((element *)out + at, v);
         }
     }
 }
 
-static void matmul(const bf16 *x, int64_t M, const bf16 *w, int64_t N, int64_t K, const bf16 *bias, Finish finish,
+static void matmul(const element *x, int64_t M, const element *w, int64_t N, int64_t K, const element *bias, Finish finish,
                    void *out) {
     float part[2 * ROWS * GROUP] __attribute__((aligned(64)));
     int64_t groups = (N + GROUP - 1) / GROUP, ktiles = K / 32, group_size = ktiles * 4 * TILE;
     /* Weights are read once, a panel that the second-level cache holds at a time; rows pass over the panel. */
-    int64_t panel = PANEL / (group_size * (int64_t)sizeof(bf16));
+    int64_t panel = PANEL / (group_size * (int64_t)sizeof(element));
     if (panel < 1) panel = 1;
     int configured = 0;
     for (int64_t begin = 0; begin < groups; begin += panel)
@@ -295,11 +343,11 @@ static void matmul(const bf16 *x, int64_t M, const bf16 *w, int64_t N, int64_t K
         }
 }
 
-static void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t width, float eps) {
+static void rms_norm(const element *x, const element *weight, element *out, int64_t width, float eps) {
     f32x16 squares = {0};
-    for (int64_t i = 0; i < width; i += 16) { f32x16 v = load_bf16(x + i); squares += v * v; }
+    for (int64_t i = 0; i < width; i += 16) { f32x16 v = load(x + i); squares += v * v; }
     float scale = 1.0f / sqrtf(sum(squares) / (float)width + eps);
-    for (int64_t i = 0; i < width; i += 16) store_bf16(out + i, load_bf16(x + i) * scale * load_bf16(weight + i));
+    for (int64_t i = 0; i < width; i += 16) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
 /* ---- attention over the paged cache */
@@ -308,15 +356,15 @@ typedef struct {
     int64_t hidden, heads, kv_heads, head_dim, intermediate, vocab, layers, block_size;
     float eps, scale;
     int32_t tied;
-    const bf16 *embedding;      /* [vocab][hidden], or the packed head where tied */
-    const bf16 *final_norm, *head;
+    const element *embedding;      /* [vocab][hidden], or the packed head where tied */
+    const element *final_norm, *head;
     const float *cosines, *sines; /* [positions][D / 2] */
 } Model;
 
 typedef struct {
-    const bf16 *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
-    const bf16 *qkv, *qkv_bias, *o, *gate_up, *down;      /* packed; the bias may be null */
-    bf16 *keys, *values;                                  /* this layer's pools */
+    const element *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
+    const element *qkv, *qkv_bias, *o, *gate_up, *down;      /* packed; the bias may be null */
+    element *keys, *values;                                  /* this layer's pools */
     int64_t window;                                       /* positions seen, this one included; 0: all */
 } Layer;
 
@@ -329,30 +377,35 @@ typedef struct {
 } Batch;
 
 /* Rotates a head in place (the two halves of it are the pairs), after its norm where there is one. */
-static void rotate(bf16 *head, const bf16 *norm, float eps, const float *cosine, const float *sine, int64_t D) {
+static void rotate(element *head, const element *norm, float eps, const float *cosine, const float *sine, int64_t D) {
     if (norm) rms_norm(head, norm, head, D, eps);
     for (int64_t i = 0; i < D / 2; i += 16) {
-        f32x16 a = load_bf16(head + i), b = load_bf16(head + D / 2 + i);
+        f32x16 a = load(head + i), b = load(head + D / 2 + i);
         f32x16 c = load_f32(cosine + i), s = load_f32(sine + i);
-        store_bf16(head + i, a * c - b * s);
-        store_bf16(head + D / 2 + i, b * c + a * s);
+        store(head + i, a * c - b * s);
+        store(head + D / 2 + i, b * c + a * s);
     }
 }
 
-static void remember(const Model *m, const Layer *layer, int64_t block, int64_t offset, int64_t h, const bf16 *key,
-                     const bf16 *value) {
+/* A key and its value into the cache. What sees a value sees its key: a value that is not finite is kept as 0 and
+ * makes its key NaN, because rows that do not see it multiply it by a weight of 0, and 0 * NaN is not 0. */
+static void remember(const Model *m, const Layer *layer, int64_t block, int64_t offset, int64_t h, const element *key,
+                     const element *value) {
     int64_t D = m->head_dim, cell = (block * m->kv_heads + h) * m->block_size * D;
-    bf16 *k = layer->keys + cell + (offset / 16) * 16 * D + (offset % 16) * 2;
-    for (int64_t d = 0; d < D; d += 2) memcpy(k + (d / 2) * 32, key + d, 4);
-    bf16 *v = layer->values + cell + (offset / KEYS) * KEYS * D;
-    /* A new group starts clean: weight 0 times what an earlier owner left must be 0, and 0 * NaN is not. */
-    if (offset % KEYS == 0) memset(v, 0, (size_t)(KEYS * D) * sizeof(bf16));
-    v += ((offset % KEYS) / 2) * 32 + offset % 2;
-    for (int64_t d = 0; d < D; d++) v[(d / 16) * TILE + (d % 16) * 2] = value[d];
+    element *k = layer->keys + cell + offset / 16 * 16 * D + offset % 16 * PAIR;
+    element *v = layer->values + cell + offset / KEYS * KEYS * D;
+    if (offset % KEYS == 0) memset(v, 0, (size_t)(KEYS * D) * sizeof(element)); /* an earlier owner's */
+    v += offset % KEYS / PAIR * PAIR * 16 + offset % PAIR;
+    int finite = 1;
+    for (int64_t d = 0; d < D; d++) finite &= fabsf(to_f32(value[d])) < INFINITY;
+    for (int64_t d = 0; d < D; d += PAIR)
+        if (finite) memcpy(k + d * 16, key + d, 4);
+        else memset(k + d * 16, 0xff, 4); /* NaN in both types */
+    for (int64_t d = 0; d < D; d++) v[d / 16 * TILE + d % 16 * PAIR] = finite ? value[d] : 0;
 }
 
 /* scores [rows][SPAN] = q [rows][D] times 32 keys. */
-static void score(const bf16 *q, int rows, const bf16 *k, int64_t D, float *scores) {
+static void score(const element *q, int rows, const element *k, int64_t D, float *scores) {
 #if HAVE_AMX
     if (use_amx) {
         _tile_zero(0); _tile_zero(1);
@@ -368,24 +421,15 @@ static void score(const bf16 *q, int rows, const bf16 *k, int64_t D, float *scor
         return;
     }
 #endif
-    for (int row = 0; row < rows; row++)
-        for (int half = 0; half < 2; half++) {
-            f32x16 total = {0};
-            for (int64_t d = 0; d < D; d += 2) {
-                u32x16 both;
-                memcpy(&both, k + half * 16 * D + (d / 2) * 32, 64);
-                total += (f32x16)(both << 16) * to_f32(q[row * D + d]);
-                total += (f32x16)(both & 0xffff0000u) * to_f32(q[row * D + d + 1]);
-            }
-            store_f32(scores + row * SPAN + half * 16, total);
-        }
+    for (int row = 0; row < rows; row++) memset(scores + row * SPAN, 0, KEYS * sizeof(float));
+    columns_product(q, D, rows, k, 16 * D, D, scores, SPAN);
 }
 
 /* out [rows][D] += weights [rows][SPAN] times the values of `groups` groups of 32 keys. */
-static void gather(const bf16 *weights, int rows, const bf16 *const *values, int groups, int64_t D, float *out) {
-    for (int64_t d = 0; d < D / 16; d++) {
+static void gather(const element *weights, int rows, const element *const *values, int groups, int64_t D, float *out) {
 #if HAVE_AMX
-        if (use_amx) {
+    if (use_amx) {
+        for (int64_t d = 0; d < D / 16; d++) {
             _tile_loadd(0, out + d * 16, D * 4);
             for (int g = 0; g < groups; g++) {
                 _tile_loadd(4, weights + g * KEYS, SPAN * 2);
@@ -393,22 +437,13 @@ static void gather(const bf16 *weights, int rows, const bf16 *const *values, int
                 _tile_dpbf16ps(0, 4, 5);
             }
             _tile_stored(0, out + d * 16, D * 4);
-            continue;
         }
-#endif
-        for (int row = 0; row < rows; row++) {
-            f32x16 total = load_f32(out + row * D + d * 16);
-            for (int g = 0; g < groups; g++)
-                for (int pair = 0; pair < 16; pair++) {
-                    const bf16 *weight = weights + row * SPAN + g * KEYS + pair * 2;
-                    u32x16 both;
-                    memcpy(&both, values[g] + d * TILE + pair * 32, 64);
-                    total += (f32x16)(both << 16) * to_f32(weight[0]);
-                    total += (f32x16)(both & 0xffff0000u) * to_f32(weight[1]);
-                }
-            store_f32(out + row * D + d * 16, total);
-        }
+        return;
     }
+#endif
+    for (int g = 0; g < groups; g++)
+        for (int64_t d = 0; d < D; d += 32)
+            columns_product(weights + g * KEYS, SPAN, rows, values[g] + d * KEYS, TILE, KEYS, out + d, D);
 }
 
 /* What one query row may see of a span of keys: lanes `from`..`to`, both included; none where to < from. */
@@ -422,10 +457,10 @@ static inline Range visible(const Layer *layer, int64_t at, int64_t base) {
 
 /* Up to 16 query rows of one sequence and kv head, over all keys they may see: softmax with running maxima
  * (Milakov and Gimelshein 2018, arXiv 1805.02867), spans of 128 keys. Row r is at position `at[r]`. */
-static void attend(const Model *m, const Layer *layer, const int64_t *blocks, int64_t h, const bf16 *q, int rows,
+static void attend(const Model *m, const Layer *layer, const int64_t *blocks, int64_t h, const element *q, int rows,
                    const int64_t *at, float *out) {
     float scores[ROWS * SPAN] __attribute__((aligned(64)));
-    bf16 weights[ROWS * SPAN] __attribute__((aligned(64)));
+    element weights[ROWS * SPAN] __attribute__((aligned(64)));
     float top[ROWS];
     f32x16 total[ROWS];
     int64_t D = m->head_dim, last = 0, first = INT64_MAX;
@@ -443,7 +478,7 @@ static void attend(const Model *m, const Layer *layer, const int64_t *blocks, in
     if (use_amx) configure(rows);
 #endif
     for (int64_t base = first / SPAN * SPAN; base <= last; base += SPAN) {
-        const bf16 *values[SPAN / KEYS];
+        const element *values[SPAN / KEYS];
         int groups = 0;
         for (int64_t key = base; key <= last && key < base + SPAN; key += KEYS, groups++) {
             int64_t cell = (blocks[key / m->block_size] * m->kv_heads + h) * m->block_size * D;
@@ -454,7 +489,7 @@ static void attend(const Model *m, const Layer *layer, const int64_t *blocks, in
         for (int r = 0; r < rows; r++) {
             Range seen = visible(layer, at[r], base);
             if (seen.to < seen.from || seen.from >= groups * KEYS) {
-                memset(weights + r * SPAN, 0, SPAN * sizeof(bf16));
+                memset(weights + r * SPAN, 0, SPAN * sizeof(element));
                 continue;
             }
             f32x16 s[SPAN / 16], best = minus;
@@ -475,7 +510,7 @@ static void attend(const Model *m, const Layer *layer, const int64_t *blocks, in
             }
             for (int i = 0; i < 2 * groups; i++) {
                 f32x16 weight = exp16(s[i] - top[r]); /* a NaN among the scores makes the total a NaN */
-                store_bf16(weights + r * SPAN + i * 16, weight);
+                store(weights + r * SPAN + i * 16, weight);
                 total[r] += weight;
             }
         }
@@ -487,7 +522,7 @@ static void attend(const Model *m, const Layer *layer, const int64_t *blocks, in
     }
 }
 
-static void attention(const Model *m, const Layer *layer, const Batch *batch, bf16 *qkv, bf16 *out) {
+static void attention(const Model *m, const Layer *layer, const Batch *batch, element *qkv, element *out) {
     int64_t D = m->head_dim, G = m->heads / m->kv_heads, wide = (m->heads + 2 * m->kv_heads) * D;
     for (int64_t s = 0; s < batch->spans; s++) {
         const int64_t *blocks = batch->blocks + batch->tables[s];
@@ -495,7 +530,7 @@ static void attention(const Model *m, const Layer *layer, const Batch *batch, bf
             int64_t row = batch->starts[s] + i, at = batch->lengths[s] - batch->counts[s] + i;
             const float *cosine = m->cosines + batch->positions[row] * (D / 2);
             const float *sine = m->sines + batch->positions[row] * (D / 2);
-            bf16 *q = qkv + row * wide, *k = q + m->heads * D, *v = k + m->kv_heads * D;
+            element *q = qkv + row * wide, *k = q + m->heads * D, *v = k + m->kv_heads * D;
             for (int64_t h = 0; h < m->heads; h++) rotate(q + h * D, layer->q_norm, m->eps, cosine, sine, D);
             for (int64_t h = 0; h < m->kv_heads; h++) {
                 rotate(k + h * D, layer->k_norm, m->eps, cosine, sine, D);
@@ -504,20 +539,20 @@ static void attention(const Model *m, const Layer *layer, const Batch *batch, bf
         }
         for (int64_t h = 0; h < m->kv_heads; h++)
             for (int64_t done = 0; done < batch->counts[s] * G; done += ROWS) {
-                bf16 q[ROWS * 256] __attribute__((aligned(64)));
+                element q[ROWS * 256] __attribute__((aligned(64)));
                 float result[ROWS * 256] __attribute__((aligned(64)));
                 int64_t at[ROWS];
                 int rows = batch->counts[s] * G - done < ROWS ? (int)(batch->counts[s] * G - done) : ROWS;
                 for (int r = 0; r < rows; r++) {
                     int64_t i = (done + r) / G, row = batch->starts[s] + i;
                     at[r] = batch->lengths[s] - batch->counts[s] + i;
-                    memcpy(q + r * D, qkv + row * wide + (h * G + (done + r) % G) * D, (size_t)D * sizeof(bf16));
+                    memcpy(q + r * D, qkv + row * wide + (h * G + (done + r) % G) * D, (size_t)D * sizeof(element));
                 }
                 attend(m, layer, blocks, h, q, rows, at, result);
                 for (int r = 0; r < rows; r++) {
                     int64_t row = batch->starts[s] + (done + r) / G;
-                    bf16 *to = out + row * m->heads * D + (h * G + (done + r) % G) * D;
-                    for (int64_t d = 0; d < D; d += 16) store_bf16(to + d, load_f32(result + r * D + d));
+                    element *to = out + row * m->heads * D + (h * G + (done + r) % G) * D;
+                    for (int64_t d = 0; d < D; d += 16) store(to + d, load_f32(result + r * D + d));
                 }
             }
     }
@@ -526,14 +561,14 @@ static void attention(const Model *m, const Layer *layer, const Batch *batch, bf
 /* ---- the forward pass */
 
 /* scratch holds rows * (3 * hidden + (heads + 2 kv_heads) * D + heads * D + intermediate) values. */
-void outrider_forward(const Model *m, const Layer *layers, const Batch *batch, bf16 *scratch, float *logits) {
+void outrider_forward(const Model *m, const Layer *layers, const Batch *batch, element *scratch, float *logits) {
     int64_t R = batch->rows, H = m->hidden, attended = m->heads * m->head_dim;
     int64_t wide = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    bf16 *hidden = scratch, *normed = hidden + R * H, *qkv = normed + R * H, *mixed = qkv + R * wide;
-    bf16 *middle = mixed + R * attended, *last = middle + R * m->intermediate;
+    element *hidden = scratch, *normed = hidden + R * H, *qkv = normed + R * H, *mixed = qkv + R * wide;
+    element *middle = mixed + R * attended, *last = middle + R * m->intermediate;
     for (int64_t r = 0; r < R; r++)
         if (m->tied) unpack_row(m->embedding, batch->tokens[r], H, hidden + r * H);
-        else memcpy(hidden + r * H, m->embedding + batch->tokens[r] * H, (size_t)H * sizeof(bf16));
+        else memcpy(hidden + r * H, m->embedding + batch->tokens[r] * H, (size_t)H * sizeof(element));
     for (const Layer *layer = layers; layer < layers + m->layers; layer++) {
         for (int64_t r = 0; r < R; r++) rms_norm(hidden + r * H, layer->input_norm, normed + r * H, H, m->eps);
         matmul(normed, R, layer->qkv, wide, H, layer->qkv_bias, STORE, qkv);

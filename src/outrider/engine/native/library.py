@@ -18,11 +18,16 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from outrider import models
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+Element: TypeAlias = Literal["bfloat16", "float32"]
+ELEMENT_FLAGS: dict[Element, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DFLOAT32",)}
+"""kernels.c is compiled once for each type of weights, activations and cache."""
+
 DRAW_SOURCE = Path(__file__).with_name("draw.c")
 DRAW_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 """No fused multiply-adds: the noise's recipe says which roundings there are."""
@@ -72,12 +77,12 @@ class Batch(ctypes.Structure):
 
 
 @functools.cache
-def load() -> ctypes.CDLL:
-    """The library, built if need be. Raises `BuildError`.
+def load(element: Element) -> ctypes.CDLL:
+    """The library for this type, built if need be. Raises `BuildError`.
 
     OUTRIDER_AMX=0 in the environment keeps it to portable vectors, as on processors without AMX.
     """
-    library = _compiled(SOURCE, FLAGS)
+    library = _compiled(SOURCE, FLAGS + ELEMENT_FLAGS[element])
     try:
         _declare(library)
     except AttributeError as error:  # whatever CC named, it was no C compiler
