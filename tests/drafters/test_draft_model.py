@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.config import SpeculativeConfig
 from outrider.contracts import DraftContext, TargetInfo
-from outrider.engine.model import Batch
+from outrider.engine.model import Batch, Numerics
 from outrider.errors import ConfigError
 from outrider.messages import SamplingParams
 from outrider.registry import drafter_factory, needs_device
@@ -33,6 +33,7 @@ class FoldingModel:
     changes the answer. A row after `poison` gives NaN.
     """
 
+    numerics: Numerics = "strict"
     device = torch.device("cpu")
     dtype = torch.float32
 

@@ -13,8 +13,10 @@ import torch
 
 from outrider.contracts import Draft, DraftContext, Drafter
 from outrider.messages import (
+    AcceptanceRule,
     Close,
     DraftOrder,
+    DraftProbs,
     Limits,
     Open,
     Plan,
@@ -22,6 +24,7 @@ from outrider.messages import (
     Resync,
     SamplingParams,
 )
+from outrider.sampling.draft_probs import certain
 from outrider.speculation.drafting import DrafterLoop
 
 WAIT_S = 20.0
@@ -105,14 +108,18 @@ def host() -> Iterator[Callable[..., Host]]:
 
 
 def opening(
-    sequence: str = "a", prompt: tuple[int, ...] = (1, 2, 3), committed: tuple[int, ...] = (), epoch: int = 0
+    sequence: str = "a",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    committed: tuple[int, ...] = (),
+    epoch: int = 0,
+    rule: AcceptanceRule = AcceptanceRule.COUPLED,
 ) -> Open:
     return Open(
         sequence=sequence,
         epoch=epoch,
         prompt=prompt,
         committed=committed,
-        sampling=SamplingParams(seed=7),
+        sampling=SamplingParams(seed=7, rule=rule),
         limits=Limits(max_tokens=100),
         plan=Plan(sequence, epoch),
     )
@@ -267,7 +274,7 @@ def test_raising_plugin_costs_drafts_and_is_logged_once(
     assert served.proposal().tokens == (2, 3)
 
 
-@pytest.mark.parametrize("answer", [None, [], [[1], [2]], [None], 5])
+@pytest.mark.parametrize("answer", [None, [], [Draft(), Draft()], 5])
 def test_answer_of_the_wrong_shape_counts_as_an_error(host: Callable[..., Host], answer: Any) -> None:
     served = host(Answering(lambda contexts: answer))
     served.loop.submit([opening(), order(3)])
@@ -292,11 +299,55 @@ def test_answer_of_the_wrong_shape_counts_as_an_error(host: Callable[..., Host],
 def test_drafts_are_cut_at_the_first_that_is_no_token(
     host: Callable[..., Host], answer: Any, kept: tuple[int, ...]
 ) -> None:
+    """Public report 9: placeholders such as -1 never leave the drafter."""
     served = host(Answering(lambda contexts: [Draft(answer)]))
     served.loop.submit([opening(), order(3)])
     assert served.proposal().tokens == kept
     assert served.loop.stats.invalid == 1
     assert served.loop.stats.errors == 0
+
+
+@pytest.mark.parametrize("bad", [None, [5, 6], Draft(None), Draft(7)])  # type: ignore[arg-type]
+def test_an_answer_that_is_no_draft_costs_its_own_sequence_only(host: Callable[..., Host], bad: Any) -> None:
+    served = host(
+        Answering(lambda contexts: [bad if one.sequence == "a" else Draft((8,)) for one in contexts])
+    )
+    served.loop.submit([opening("a"), opening("b"), order(sequence="a"), order(sequence="b")])
+    assert {(one.sequence, one.tokens) for one in (served.proposal(), served.proposal())} == {
+        ("a", ()),
+        ("b", (8,)),
+    }
+    assert (served.loop.stats.invalid, served.loop.stats.errors) == (1, 0)
+
+
+@pytest.mark.parametrize(("rule", "shipped"), [(AcceptanceRule.COUPLED, False), (AcceptanceRule.BLOCK, True)])
+def test_draft_probs_travel_where_the_rule_needs_them(
+    host: Callable[..., Host], rule: AcceptanceRule, shipped: bool
+) -> None:
+    served = host(Answering(lambda contexts: [Draft((5, 6), certain((5, 6)))]))
+    served.loop.submit([opening(rule=rule), order()])
+    assert served.proposal().draft_probs == (certain((5, 6)) if shipped else None)
+
+
+@pytest.mark.parametrize(
+    ("draft", "kept"),
+    [
+        (Draft((5, 6, 7), certain((5, 6, 7))), certain((5, 6))),  # two were asked for
+        (Draft((5, -1), certain((5, 9))), certain((5,))),
+        (Draft((5, 6), certain((5,))), certain((5,))),  # too few rows: the verifier's to judge
+        (Draft((5, 6), None), None),
+        (Draft((5, 6), DraftProbs(0, b"", b"")), None),
+        (Draft((5, 6), DraftProbs("1", b"", b"")), None),  # type: ignore[arg-type]
+        (Draft((5, 6), [[0.5, 0.5]]), None),  # type: ignore[arg-type]
+    ],
+)
+def test_draft_probs_are_cut_with_their_drafts_and_must_be_ones_a_message_can_carry(
+    host: Callable[..., Host], draft: Draft, kept: DraftProbs | None
+) -> None:
+    """Public report 10: what is shipped instead of distributions is none, and never ends the loop."""
+    served = host(Answering(lambda contexts: [draft]))
+    served.loop.submit([opening(rule=AcceptanceRule.REJECTION), order()])
+    assert served.proposal().draft_probs == kept
 
 
 @pytest.mark.parametrize("answer", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)])
