@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.config import EngineArgs
+from outrider.engine import strict
 from outrider.engine.engine import Engine, drive
 from outrider.engine.loading import load_engine, load_model
 from outrider.engine.model import Batch, Span
+from outrider.engine.paged_attention import Pool, Scoring, Step
 from outrider.engine.transformers_model import TransformersModel
 from outrider.errors import ConfigError
 from outrider.messages import Limits, Open, Plan, SamplingParams, Verdict
@@ -222,7 +224,74 @@ def test_prefix_hits_and_preemption_change_no_token(
     assert roomy == tight == alone
 
 
-def test_a_mixture_of_experts_is_refused_and_auto_is_fast(tmp_path: Path) -> None:
+def load_strict(path: Path) -> TransformersModel:
+    return TransformersModel(
+        path, dtype=torch.float32, device=torch.device("cpu"), block_size=BLOCK, numerics="strict"
+    )
+
+
+def test_a_machine_that_does_not_keep_rows_apart_is_refused_at_the_start(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = strict.attend_strict
+
+    def leaking(query: Tensor, pool: Pool, step: Step, scoring: Scoring) -> Tensor:
+        """A single last bit, and only for rows that are alone in their span."""
+        out = attend(query, pool, step, scoring)
+        for span in step.spans:
+            if span.rows == 1:
+                out[span.start] = torch.nextafter(out[span.start], torch.tensor(torch.inf))
+        return out
+
+    monkeypatch.setattr(strict, "attend_strict", leaking)
+    with pytest.raises(ConfigError, match=r"on this machine: \d+ of 84 rows change.*say numerics: fast"):
+        load_strict(checkpoint("llama"))
+
+
+def test_several_threads_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ConfigError, match=r"one thread.*not 2.*say cpu_threads: 1, or numerics: fast"):
+            load_strict(checkpoint("llama"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("max_len", [1, 2, 7, 40])
+def test_a_short_context_is_checked_in_full(tmp_path: Path, max_len: int) -> None:
+    config = transformers.LlamaConfig(**{**SHAPE, "max_position_embeddings": max_len})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_strict(tmp_path)
+    model.allocate(strict.check_blocks(model))
+    assert strict.rows_that_change(model).tolist() == [0.0] * max_len
+
+
+def test_a_model_says_why_it_runs_with_which_numerics(
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    choices: tuple[Literal["auto", "strict", "fast"], ...] = ("auto", "strict", "fast")
+    for numerics in choices:
+        with caplog.at_level("INFO", logger="outrider.engine.loading"):
+            load_model(
+                checkpoint("opt"),
+                dtype="float32",
+                device="cpu",
+                block_size=BLOCK,
+                cpu_kernels="torch",
+                numerics=numerics,
+            )
+    said = [line.split(" runs with ")[1] for line in caplog.messages if " runs with " in line]
+    assert said == [
+        "numerics: fast, because strict costs more than a tenth of a step without the C kernels",
+        "numerics: strict, as asked",
+        "numerics: fast, as asked",
+    ]
+
+
+def test_a_mixture_of_experts_is_refused_and_auto_is_fast(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = transformers.Qwen3MoeConfig(
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
@@ -230,4 +299,6 @@ def test_a_mixture_of_experts_is_refused_and_auto_is_fast(tmp_path: Path) -> Non
     given_ = {"dtype": "float32", "device": "cpu", "block_size": 16, "cpu_kernels": "torch"}
     with pytest.raises(ConfigError, match=r"mixture of experts \(num_local_experts 4\).*say numerics: fast"):
         load_model(tmp_path, numerics="strict", **given_)  # type: ignore[arg-type]
-    assert load_model(tmp_path, numerics="auto", **given_).numerics == "fast"  # type: ignore[arg-type]
+    with caplog.at_level("INFO", logger="outrider.engine.loading"):
+        assert load_model(tmp_path, numerics="auto", **given_).numerics == "fast"  # type: ignore[arg-type]
+    assert "numerics: fast, because it is a mixture of experts" in caplog.text

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.model import Batch, Span
-from outrider.engine.paged_attention import Pool, Scoring, Step, attend_torch
+from outrider.engine.paged_attention import Attend, Pool, Scoring, Step, attend_torch
+from outrider.engine.strict import attend_strict
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -208,15 +209,27 @@ def test_the_kernel_gives_dense_attention(name: str, outputs: dict[str, Tensor])
     torch.testing.assert_close(outputs[name].double(), expected, atol=tolerance(CASES[name]), rtol=0)
 
 
+@pytest.mark.parametrize("attend", [attend_torch, attend_strict])
 @pytest.mark.parametrize("name", CASES)
-def test_the_torch_function_gives_dense_attention(name: str) -> None:
+def test_the_torch_functions_give_dense_attention(name: str, attend: Attend) -> None:
     made = make(CASES[name])
-    out = attend_torch(made.query, made.pool, made.step, made.scoring)
+    out = attend(made.query, made.pool, made.step, made.scoring)
     torch.testing.assert_close(out.double().cpu(), dense(made), atol=tolerance(CASES[name]), rtol=0)
 
 
 def test_the_kernel_gives_a_row_bitwise_the_same_alone_and_in_a_batch(outputs: dict[str, Tensor]) -> None:
     assert torch.equal(outputs["long together"], outputs["long alone"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [2, 6])
+def test_strict_attention_gives_a_row_bitwise_the_same_alone_and_in_a_batch(
+    heads: int, dtype: torch.dtype
+) -> None:
+    long = make(replace(LONG, heads=heads, softcap=3.0, sinks=True, dtype=dtype))
+    together = attend_strict(long.query, long.pool, long.step, long.scoring)[:5]
+    alone = [attend_strict(one.query, one.pool, one.step, one.scoring) for one in rows_alone(long)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_the_module_needs_triton_only_to_run() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider import models
@@ -94,26 +95,30 @@ def load_model(
 
     cpu_kernels: "native" insists on the C kernels, "torch" refuses them, "auto" takes them where they fit
     and says so where they do not.
-    numerics: "auto" is strict where that costs (nearly) nothing: the C kernels are strict as they are. Fixed
-    tiles in torch cost more than a tenth of a step (docs/benchmarks.md), so there it is fast.
+    numerics: "auto" is strict where that costs (nearly) nothing: the C kernels are strict as they are, also
+    where fast was asked for. Fixed tiles in torch cost more than a tenth of a step (docs/benchmarks.md), and
+    those on CUDA were not measured, so there it is fast.
     """
     import torch
 
     from outrider.engine.transformers_model import TransformersModel
 
     _check_device(device)
-    torch_dtype: torch.dtype = getattr(torch, _dtype_name(dtype, text_config(folder)))
+    config = text_config(folder)
+    torch_dtype: torch.dtype = getattr(torch, _dtype_name(dtype, config))
     if cpu_kernels != "torch" and device == "cpu":
         from outrider.engine import native_model
 
         reason = native_model.unsupported(folder, torch_dtype, block_size)
         if reason is None:
+            logger.info("%s runs with numerics: strict, as the C kernels always do", folder)
             return native_model.NativeModel(folder, dtype=torch_dtype, block_size=block_size)
         if cpu_kernels == "native":
             raise ConfigError(f"cpu_kernels: native cannot run {folder}: {reason}; use auto or torch")
         logger.warning("%s runs on torch's kernels, which are slower than the C kernels: %s", folder, reason)
     chosen: Numerics = "strict" if numerics == "strict" else "fast"
-    logger.info("%s runs with numerics: %s", folder, chosen)
+    why = "as asked" if numerics != "auto" else _why_fast(device, config)
+    logger.info("%s runs with numerics: %s, %s", folder, chosen, why)
     return TransformersModel(
         folder,
         dtype=torch_dtype,
@@ -121,6 +126,17 @@ def load_model(
         block_size=block_size,
         numerics=chosen,
     )
+
+
+def _why_fast(device: str, config: dict[str, Any]) -> str:
+    """Why `numerics: auto` is fast without the C kernels."""
+    from outrider.engine.strict import why_not
+
+    if reason := why_not(SimpleNamespace(**config)):
+        return f"because {reason}"
+    if device == "cpu":
+        return "because strict costs more than a tenth of a step without the C kernels"
+    return "because what strict costs on CUDA was not measured"
 
 
 def text_config(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,10 @@ adds exact zeros, in an order that no number of such tiles changes. Activations 
 vectors, because torch computes what is left over at an end by another formula. Norms and rotary embeddings
 work row by row already.
 
-What this relies on, and the tests check (tests/engine/test_strict.py): a product of one shape gives each row
-the same bits whatever the other rows hold and wherever in the tile it stands, as MKL and oneDNN do on x86.
+What this relies on: a product of one shape gives each row the same bits whatever the other rows hold and
+wherever in the tile it stands, as MKL and oneDNN do on x86. No library promises it, so every model is asked
+at its start (`rows_that_change`), on the machine that it will run on. And on one thread: torch's loops are
+cut among threads at places that depend on the number of rows, and end each piece by that other formula.
 Not for mixtures of experts, whose products depend on which rows chose the same expert.
 
 Legend: R rows, Hq query heads, Hkv KV heads, G = Hq / Hkv, D and Dv head sizes, T key tiles.
@@ -16,10 +18,13 @@ Legend: R rows, Hq query heads, Hkv KV heads, G = Hq / Hkv, D and Dv head sizes,
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.engine.model import Batch, CausalModel, Span
 from outrider.engine.paged_attention import Pool, Scoring, Step
 
 ROWS = 16
@@ -38,6 +43,47 @@ def why_not(text_config: object) -> str | None:
         if isinstance(count, int) and count > 1:
             return f"it is a mixture of experts ({name} {count}), whose products depend on the whole batch"
     return None
+
+
+CHECKED_ROWS = 84
+"""Two tiles of keys and six of rows, the last of each begun."""
+
+
+def check_blocks(model: CausalModel) -> int:
+    """Blocks that `rows_that_change` writes to: two texts."""
+    return 2 * -(-_checked_length(model) // model.block_size)
+
+
+def rows_that_change(model: CausalModel) -> Tensor:
+    """How far each row's logits move (n,) between a text computed whole, and cut and in company; 0 where all
+    bits are the same. Writes to the first `check_blocks` blocks."""
+    length = _checked_length(model)
+    each = check_blocks(model) // 2
+    tokens = torch.randint(model.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+
+    def run(*parts: tuple[int, int, int]) -> Tensor:
+        """One step of parts (text, begin, end); the logits of the first part's rows."""
+        spans = []
+        rows = 0
+        for text, begin, end in parts:
+            blocks = range(text * each, text * each + -(-end // model.block_size))
+            spans.append(Span(rows, end - begin, end, tuple(blocks)))
+            rows += end - begin
+        positions = torch.cat([torch.arange(begin, end) for _, begin, end in parts])
+        flat = torch.cat([tokens[text, begin:end] for text, begin, end in parts])
+        return model.forward(Batch(flat, positions, tuple(spans), torch.arange(spans[0].rows))).clone()
+
+    whole = run((0, 0, length))
+    middle = length // 2
+    ends = sorted({0, max(0, middle - 1), middle, min(length, middle + 5), length - 1, length})
+    cut = torch.cat([run((0, begin, end), (1, begin, begin + 1)) for begin, end in pairwise(ends)])
+    same = (whole.view(torch.int32) == cut.view(torch.int32)).all(dim=1)
+    distance = torch.nan_to_num((whole - cut).abs(), nan=float("inf")).amax(dim=1)
+    return distance.masked_fill(same, 0.0)
+
+
+def _checked_length(model: CausalModel) -> int:
+    return min(CHECKED_ROWS, model.max_model_len)
 
 
 class TiledLinear(nn.Module):
@@ -104,23 +150,19 @@ def attend_strict(query: Tensor, pool: Pool, step: Step, scoring: Scoring) -> Te
 def _attend_span(query: Tensor, pool: Pool, step: Step, scoring: Scoring, index: int) -> Tensor:
     """One span's rows (n, Hq, Dv), a tile of them at a time."""
     span = step.spans[index]
-    heads, _, size = query.shape
     kv_heads = pool.keys.shape[2]
     first = step.first_key(index, scoring.window) // KEYS * KEYS
     keys = _tiles(step.read(index, pool.keys, first)).transpose(2, 3)  # (Hkv, T, D, KEYS)
     values = _tiles(step.read(index, pool.values, first))  # (Hkv, T, KEYS, Dv)
     seen = _seen(step, index, scoring.window, first, keys.shape[1])
-    rows = query[:, span.start : span.start + span.rows].float().reshape(kv_heads, -1, span.rows, size)
+    rows = query[:, span.start : span.start + span.rows].float()
+    rows = rows.reshape(kv_heads, -1, span.rows, query.shape[2])  # (Hkv, G, n, D)
     outputs = []
     for begin in range(0, span.rows, ROWS):
+        mask = seen[begin : begin + ROWS].transpose(0, 1)  # (T, n, KEYS)
+        reach = 1 + int(mask.any(dim=2).any(dim=1).nonzero().max())  # tiles after it are seen by no row
         tile = rows[:, :, begin : begin + ROWS]
-        missing = ROWS - tile.shape[2]
-        lanes = F.pad(tile, (0, 0, 0, missing)).reshape(kv_heads, 1, -1, size)
-        mask = F.pad(seen[begin : begin + ROWS], (0, 0, 0, 0, 0, missing))  # (ROWS, T, KEYS)
-        reach = 1 + int(mask.any(dim=2).any(dim=0).nonzero().max())  # tiles after it are seen by no row
-        mixed = _attend_tile(lanes, keys[:, :reach], values[:, :reach], mask[:, :reach], scoring)
-        mixed = mixed.view(heads, ROWS, -1)[:, : ROWS - missing]
-        outputs.append(mixed.transpose(0, 1))
+        outputs.append(_attend_tile(tile, keys[:, :reach], values[:, :reach], mask[:reach], scoring))
     return torch.cat(outputs).to(query.dtype)
 
 
@@ -145,36 +187,43 @@ def _seen(step: Step, index: int, window: int | None, first: int, tiles: int) ->
 
 
 def _attend_tile(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
-    """One tile of rows: query (Hkv, 1, G x ROWS, D), keys (Hkv, T, D, KEYS), values (Hkv, T, KEYS, Dv), seen
-    (ROWS, T, KEYS), to (Hkv, G x ROWS, Dv).
+    """One tile of n <= ROWS rows: query (Hkv, G, n, D), keys (Hkv, T, D, KEYS), values (Hkv, T, KEYS, Dv),
+    seen (T, n, KEYS), to (n, Hq, Dv).
 
-    Softmax by tiles with a common maximum at the end (Milakov & Gimelshein 2018, arXiv 1805.02867).
+    Softmax by tiles with a common maximum at the end (Milakov & Gimelshein 2018, arXiv 1805.02867). Products
+    and the few exponentials that are not over whole tiles of keys take all ROWS, the rest the n real ones.
     """
-    kv_heads, tiles = keys.shape[:2]
-    lanes = query.shape[2]
-    group = lanes // ROWS
-    scores = torch.bmm(
-        query.expand(-1, tiles, -1, -1).reshape(kv_heads * tiles, lanes, -1), keys.flatten(0, 1)
-    ).view(kv_heads, tiles, lanes, KEYS)
-    scores = scores * scoring.scale
+    kv_heads, group, n, _ = query.shape
+    tiles = keys.shape[1]
+    lanes = _all_rows(query).flatten(1, 2).unsqueeze(1).expand(-1, tiles, -1, -1)  # (Hkv, T, G x ROWS, D)
+    scores = torch.bmm(lanes.flatten(0, 1), keys.flatten(0, 1))
+    scores = scores.view(kv_heads, tiles, group, ROWS, KEYS)[:, :, :, :n] * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    hidden = ~seen.transpose(0, 1).repeat(1, group, 1)  # (T, G x ROWS, KEYS)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    best = scores.amax(dim=3)  # (Hkv, T, lanes)
-    anchor = best.masked_fill(best == float("-inf"), 0.0)
-    weights = torch.exp(scores - anchor.unsqueeze(3))
-    mixed = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(kv_heads, tiles, lanes, -1)
-    top = best.amax(dim=1)
-    sink = None
-    if scoring.sinks is not None:
-        sink = scoring.sinks.float().view(kv_heads, group).repeat_interleave(ROWS, dim=1)
-        top = torch.maximum(top, sink)
-    top = top.masked_fill(top == float("-inf"), 0.0)  # lanes that stand for no row
-    share = torch.exp(best - top.unsqueeze(1))  # 0 for tiles that a lane does not see
+    scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
+    best = scores.amax(dim=4)  # (Hkv, T, G, n)
+    anchor = best.masked_fill(best == float("-inf"), 0.0)  # of tiles that a row does not see
+    weights = torch.exp(scores - anchor.unsqueeze(4))
+    mixed = torch.bmm(_all_rows(weights).view(kv_heads * tiles, -1, KEYS), values.flatten(0, 1))
+    mixed = mixed.view(kv_heads, tiles, group, ROWS, -1)[:, :, :, :n]
+    top = best.amax(dim=1)  # (Hkv, G, n)
+    sinks = None if scoring.sinks is None else scoring.sinks.float().view(kv_heads, group, 1)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    share = _exp_of_rows(best - top.unsqueeze(1))  # 0 for tiles that a row does not see
     # Running sums go from tile to tile, so zeros at the end change nothing.
-    total = (share * weights.sum(dim=3)).cumsum(dim=1)[:, -1]
-    output = (share.unsqueeze(3) * mixed).cumsum(dim=1)[:, -1]
-    if sink is not None:
-        total = total + torch.exp(sink - top)
-    return output / total.masked_fill(total == 0, 1.0).unsqueeze(2)
+    total = (share * weights.sum(dim=4)).cumsum(dim=1)[:, -1]
+    output = (share.unsqueeze(4) * mixed).cumsum(dim=1)[:, -1]
+    if sinks is not None:
+        total = total + _exp_of_rows(sinks - top)
+    return (output / total.unsqueeze(3)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _all_rows(tile: Tensor) -> Tensor:
+    """(..., n, size) to (..., ROWS, size), padded with zeros."""
+    return F.pad(tile, (0, 0, 0, ROWS - tile.shape[-2]))
+
+
+def _exp_of_rows(x: Tensor) -> Tensor:
+    """exp of (..., n) over whole vectors."""
+    return torch.exp(F.pad(x, (0, ROWS - x.shape[-1])))[..., : x.shape[-1]]

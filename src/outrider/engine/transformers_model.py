@@ -57,15 +57,18 @@ class TransformersModel:
     ) -> None:
         """numerics: "strict" keeps every row's bits apart from its company; raises `ConfigError` where that
         cannot be kept."""
+        if numerics == "strict" and device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
+            raise ConfigError(
+                f"numerics: strict takes one thread with torch's kernels, not {threads}: they cut a step "
+                "among threads at places that depend on its rows; say cpu_threads: 1, or numerics: fast"
+            )
         self.numerics = numerics
         self.block_size = block_size
         self.device = device
         self.dtype = dtype
         register()
-        self._model = _load(path, dtype, device)
+        self._model = _load(path, dtype, device, numerics)
         self.max_model_len = _max_model_len(self._model.config.get_text_config())
-        if numerics == "strict" and (reason := strict.why_not(self._model.config.get_text_config())):
-            raise ConfigError(f"numerics: strict cannot be kept for {path}: {reason}; say numerics: fast")
         self._attend = _kernel(device, numerics)
         with torch.inference_mode():
             profile = probe(self._model, attend=self._attend, max_model_len=self.max_model_len)
@@ -74,9 +77,21 @@ class TransformersModel:
         self._selects_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         if pack_linears and dtype == torch.bfloat16 and device.type == "cpu":
             _pack(self._model, fuse=numerics == "fast")  # tiles of one input are not one tensor
+        self._attention: PagedAttention | None = None
         if numerics == "strict":
             _tile(self._model, device)
-        self._attention: PagedAttention | None = None
+            self._refuse_unless_strict(path)
+
+    def _refuse_unless_strict(self, path: Path) -> None:
+        """Strict numerics rest on what libraries do and do not promise, so here they show it."""
+        self.allocate(strict.check_blocks(self))
+        moved = strict.rows_that_change(self)
+        self._attention = None
+        if count := int((moved > 0).sum()):
+            raise ConfigError(
+                f"numerics: strict cannot be kept for {path} on this machine: {count} of {len(moved)} rows "
+                f"change with their company, by up to {float(moved.max()):.3g}; say numerics: fast"
+            )
 
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers; layers that share keys and values count once."""
@@ -125,7 +140,7 @@ class TransformersModel:
         return (logits if self._selects_rows else logits[wanted]).float()
 
 
-def _load(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load(path: Path, dtype: torch.dtype, device: torch.device, numerics: Numerics) -> Any:
     """The transformers model in eval mode, after the checks that need no weights."""
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -139,6 +154,8 @@ def _load(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model: {path / 'config.json'} cannot be read: {_first_line(error)}") from error
     check_config(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    if numerics == "strict" and (reason := strict.why_not(config.get_text_config())):
+        raise ConfigError(f"numerics: strict cannot be kept for {path}: {reason}; say numerics: fast")
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             path,
