@@ -135,6 +135,7 @@ static inline f32x16 exp16(f32x16 x) {
 /* ---- AMX: permission once a process, shapes once a matrix */
 
 int outrider_native_init(int allow_amx) {
+    (void)allow_amx;
 #if HAVE_AMX
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     use_amx = allow_amx && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
@@ -208,7 +209,7 @@ static inline __attribute__((always_inline)) void rows_product(const element *x,
     }
 }
 
-/* The same for any number of rows: the number is known where the loop is compiled, so that sums stay in registers. */
+/* The same for any number of rows. Each case compiles for its own, so that the sums stay in registers. */
 static void columns_product(const element *x, int64_t stride, int rows, const element *w, int64_t apart, int64_t depth,
                             float *out, int64_t out_stride) {
     for (; rows > 0; rows -= ABREAST, x += ABREAST * stride, out += ABREAST * out_stride)
@@ -294,10 +295,10 @@ typedef enum { STORE, ADD, SILU_MUL, FLOATS } Finish;
 /* out = finish(x [M][K] times packed [N][K] + bias).
  *   STORE     out [M][N]
  *   ADD       out [M][N] += the product: the residual stream
- *   SILU_MUL  each group is 32 gates and their 32 ups; out bf16 [M][N / 2] = silu(gate) * up
+ *   SILU_MUL  each group is 32 gates and their 32 ups; out [M][N / 2] = silu(gate) * up
  *   FLOATS    out float [M][N] */
-static void finish_rows(const float *part, int rows, int64_t m, int64_t g, int64_t N, const element *bias, Finish finish,
-                        void *out) {
+static void finish_rows(const float *part, int rows, int64_t m, int64_t g, int64_t N, const element *bias,
+                        Finish finish, void *out) {
     int64_t width = N - g * GROUP < GROUP ? N - g * GROUP : GROUP;
     for (int row = 0; row < rows; row++) {
         const float *value = part + row * GROUP;
@@ -320,8 +321,8 @@ static void finish_rows(const float *part, int rows, int64_t m, int64_t g, int64
     }
 }
 
-static void matmul(const element *x, int64_t M, const element *w, int64_t N, int64_t K, const element *bias, Finish finish,
-                   void *out) {
+static void matmul(const element *x, int64_t M, const element *w, int64_t N, int64_t K, const element *bias,
+                   Finish finish, void *out) {
     float part[2 * ROWS * GROUP] __attribute__((aligned(64)));
     int64_t groups = (N + GROUP - 1) / GROUP, ktiles = K / 32, group_size = ktiles * 4 * TILE;
     /* Weights are read once, a panel that the second-level cache holds at a time; rows pass over the panel. */
