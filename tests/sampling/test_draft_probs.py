@@ -99,3 +99,13 @@ def test_float32_numbers_keep_their_bits() -> None:
     probs = torch.rand(4, 5).softmax(-1)
     shipped = np.frombuffer(pack(torch.arange(20).view(4, 5), probs).probs, "<f4")
     assert torch.equal(torch.from_numpy(shipped.copy()), probs.flatten())
+
+
+def test_rows_that_are_a_little_off_are_read_as_shares() -> None:
+    """Public report 6: who draws from numbers that sum to 0.9995 draws from their shares."""
+    off = PROBS * 0.9995
+    checked = check(packed(probs=off), DRAFTS, VOCAB)
+    assert checked.rows == 3
+    assert np.abs(checked.probs.sum(axis=1) - 1).max() < 1e-6
+    assert np.allclose(checked.probs, PROBS.numpy(), rtol=1e-6)
+    assert check(packed(probs=PROBS * 0.998), DRAFTS, VOCAB).rows == 0

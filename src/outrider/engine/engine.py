@@ -144,7 +144,7 @@ class Engine:
             if old.epoch >= message.epoch:
                 return []  # a duplicate
             self._remove(old)
-        sequence = Sequence.opened(message, time.monotonic())
+        sequence = Sequence.opened(message, time.monotonic(), self.vocab_size)
         if not sequence.tokens or len(sequence.tokens) >= self.max_model_len:
             return [self._failure(sequence, f"{len(sequence.tokens)} tokens do not fit {self.max_model_len}")]
         if not all(0 <= token < self.vocab_size for token in sequence.tokens):
@@ -176,6 +176,8 @@ class Engine:
         return [Verdict(order.sequence, order.epoch, order.base_len, tokens=missed, logprobs=reported)]
 
     def _remove(self, sequence: Sequence) -> None:
+        if sequence.compiling is not None:
+            sequence.compiling.cancel()
         del self._sequences[sequence.name]
         self._scheduler.remove(sequence)
 
@@ -233,7 +235,6 @@ class Engine:
                 except Exception as error:  # noqa: BLE001 - the library's, about the request's own grammar
                     reason = f"the grammar cannot be used: {error}"
             elif now - sequence.opened_at >= COMPILE_TIMEOUT_S:
-                compiling.cancel()
                 reason = f"the grammar took longer than {COMPILE_TIMEOUT_S:g} s to compile"
             if reason is not None:
                 self._remove(sequence)
@@ -296,9 +297,9 @@ class Engine:
             sequence = work.sequence
             invalid = sequence.invalid_drafts
             sequence.order(None, None)
-            if not outcome.finite:
+            if outcome.error is not None:
                 self._remove(sequence)
-                verdicts.append(self._failure(sequence, "the model's logits are not finite numbers"))
+                verdicts.append(self._failure(sequence, outcome.error))
                 continue
             base_len = len(sequence.tokens)
             committed, finish = sequence.commit(outcome.tokens, self.max_model_len)

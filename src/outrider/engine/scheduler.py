@@ -21,7 +21,8 @@ class Work:
 
     sequence: Sequence
     pending: int
-    drafts: tuple[int, ...]
+    drafts: tuple[int, ...] = ()
+    reserved: int = 0  # draft rows that memory is asked for: as ordered, before any was cut for what it is
 
     @property
     def rows(self) -> int:
@@ -55,16 +56,18 @@ class Scheduler:
         for_drafts = spare // 2 if prefilling else spare
         chosen: list[Work] = []
         for index, sequence in enumerate(decoding):
-            share = for_drafts // (len(decoding) - index)
-            # By counts alone: under the ratio rules a cut that looks at tokens would bias the text.
-            drafts = sequence.usable_drafts(self._max_model_len)[:share]
+            # By counts alone, and of memory by the order's: under the ratio rules it would bias the text if
+            # what was drawn decided whether drafts find room.
+            share = max(0, for_drafts) // (len(decoding) - index)
+            room = min(share, sequence.draft_room(self._max_model_len))
+            drafts = (sequence.drafts or ())[:room]
             for_drafts -= len(drafts)
-            self._choose(Work(sequence, 1, drafts), chosen)
+            self._choose(Work(sequence, 1, drafts, min(room, sequence.ordered)), chosen)
         room = self._max_rows - sum(work.rows for work in chosen)
         for sequence in prefilling:
             pending = min(len(sequence.tokens) - sequence.cached, room)
             if pending > 0:
-                self._choose(Work(sequence, pending, ()), chosen)
+                self._choose(Work(sequence, pending), chosen)
                 room -= pending
         return chosen
 
@@ -119,13 +122,14 @@ class Scheduler:
         """Give the work's rows their blocks; None when the sequence itself had to be preempted."""
         sequence = work.sequence
         while True:
-            needed = self.pool.blocks_for(sequence.cached + work.rows) - len(sequence.blocks)
+            length = sequence.cached + work.pending + work.reserved
+            needed = self.pool.blocks_for(length) - len(sequence.blocks)
             try:
                 sequence.blocks += self.pool.allocate(max(needed, 0))
                 return work
             except OutOfBlocks:
-                if work.drafts:
-                    work = Work(sequence, work.pending, ())
+                if work.reserved:
+                    work = Work(sequence, work.pending)
                     continue
                 victim = self.running[-1]
                 self.preempt(victim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.engine.verification import Block
 from outrider.grammar import GrammarState
@@ -16,8 +16,8 @@ from outrider.sampling.processors import Lane
 class Sifted:
     """Drafts that were cut, by reason."""
 
-    tokens: int = 0  # no token of the vocabulary, or behind one
-    draft_probs: int = 0  # no sound distribution, or behind one
+    tokens: int = 0  # no token of the vocabulary, or behind such a one
+    draft_probs: int = 0  # no sound distribution, or behind such a one
     grammar: int = 0  # the grammar forbids them
 
 
@@ -43,6 +43,7 @@ class Sequence:
     published: int = 0  # full blocks named in the pool
     digest: bytes = b""  # of the last published block
     drafts: tuple[int, ...] | None = None  # this round's order; None: not yet given
+    ordered: int = 0  # drafts that came with the order, before any was cut
     draft_probs: DraftProbs | None = None  # as they came with the order
     checked_probs: CheckedProbs | None = None  # what is good of them, under rules that need them
     invalid_drafts: int = 0  # of this round's order, sifted out
@@ -53,14 +54,16 @@ class Sequence:
     heard_at: float = 0.0  # when the router was last told anything, time.monotonic
 
     @classmethod
-    def opened(cls, message: Open, now: float) -> Sequence:
+    def opened(cls, message: Open, now: float, vocab_size: int) -> Sequence:
+        # A tokenizer may name an end that the model has no logit for: it cannot be drawn, nor be banned.
+        ends = tuple(token for token in message.limits.stop_token_ids if 0 <= token < vocab_size)
         return cls(
             name=message.sequence,
             epoch=message.epoch,
             tokens=[*message.prompt, *message.committed],
             prompt_len=len(message.prompt),
             sampling=message.sampling,
-            limits=message.limits,
+            limits=replace(message.limits, stop_token_ids=ends),
             plan=message.plan,
             opened_at=now,
             heard_at=now,
@@ -85,6 +88,7 @@ class Sequence:
     def order(self, drafts: tuple[int, ...] | None, draft_probs: DraftProbs | None) -> None:
         """Take this round's drafts; None: the round is over, and the next order not yet given."""
         self.drafts, self.draft_probs = drafts, draft_probs
+        self.ordered = len(drafts or ())
         self.checked_probs, self.invalid_drafts = None, 0
 
     def sift(self, vocab_size: int) -> Sifted:
@@ -95,14 +99,14 @@ class Sequence:
         """
         drafts = self.drafts or ()
         ratio = self.sampling.needs_draft_probs
+        real = next((i for i, token in enumerate(drafts) if not 0 <= token < vocab_size), len(drafts))
+        bad_tokens = len(drafts) - real
+        drafts = drafts[:real]
         bad_probs = 0
         if ratio and drafts:
             self.checked_probs = check(self.draft_probs, drafts, vocab_size)
             bad_probs = len(drafts) - self.checked_probs.rows
             drafts = drafts[: self.checked_probs.rows]
-        real = next((i for i, token in enumerate(drafts) if not 0 <= token < vocab_size), len(drafts))
-        bad_tokens = len(drafts) - real
-        drafts = drafts[:real]
         forbidden = 0
         if self.grammar is not None and drafts:
             legal = self.grammar.allowed_prefix(drafts) + ratio
@@ -147,11 +151,11 @@ class Sequence:
                 return new_tokens[:count], FinishReason.LENGTH
         return new_tokens, None
 
-    def usable_drafts(self, max_model_len: int) -> tuple[int, ...]:
-        """This round's drafts, cut to what the plan and the lengths leave room for: counts, never tokens."""
+    def draft_room(self, max_model_len: int) -> int:
+        """How many drafts the plan and the lengths leave room for: counts, never tokens."""
         room = min(
             self.plan.num_tokens,
             self.limits.max_tokens - self.completion_len - 1,
             max_model_len - len(self.tokens) - 1,
         )
-        return (self.drafts or ())[: max(room, 0)]
+        return max(room, 0)

@@ -8,6 +8,7 @@ Shapes: L logit rows, S sequences, K drafts of the longest, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from outrider.sampling.draft_probs import CheckedProbs
 from outrider.sampling.noise import Purpose, draw, row_key, uniform
 from outrider.sampling.processors import Lane, process
 from outrider.sampling.target import choose_tokens, finite_rows, target_probs
+
+NOT_FINITE = "the model's logits are not finite numbers"
+NOTHING_LEFT = "what the request asks of the text leaves no token that could follow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class Outcome:
 
     tokens: list[int]  # the accepted drafts, then the recovered or bonus token
     accepted: int
-    finite: bool  # the rows that count have finite logits
-    poisoned: bool  # some row has not: a rejected draft may have left a NaN in the cache
+    error: str | None  # why a row that counts gave no token; the others count for nothing then
+    poisoned: bool  # some row's logits are not finite: a rejected draft may have left a NaN in the cache
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -61,20 +65,25 @@ def verify(logits: Tensor, blocks: Sequence[Block], vocab_size: int) -> list[Out
     rows = _row_table(lanes, width, logits.device)
     processed = process(logits, lanes, vocab_size)
     finite = finite_rows(logits[:, :vocab_size])[rows]
-    verified = _verify_groups(processed, blocks, rows)
+    drawable = finite
+    if any(lane.grammar is not None or lane.banned_rows for lane in lanes):
+        drawable = finite & finite_rows(processed)[rows]  # nothing may be left
+    verified = _verify_groups(processed, blocks, rows, drawable)
     # What a rejected draft did to the rows behind it is no fault of the request.
     behind = torch.arange(width, device=logits.device) > verified.accepted.unsqueeze(1)
-    kept, clean = (finite | behind).all(dim=1), finite.all(dim=1)
-    outcome = torch.stack([verified.accepted, kept.long(), clean.long()], dim=1)
+    checks = [(drawable | behind).all(dim=1), (finite | behind).all(dim=1), finite.all(dim=1)]
+    outcome = torch.stack([verified.accepted, *(check.long() for check in checks)], dim=1)
     outcomes = []
     end = 0
     for block, row in zip(blocks, torch.cat([verified.tokens, outcome], dim=1).tolist(), strict=True):
         begin, end = end, end + block.lane.rows
-        tokens = row[: row[width] + 1]
+        accepted, drawn, sound, clean = row[width:]
+        tokens = row[: accepted + 1]
+        error = None if drawn else NOTHING_LEFT if sound else NOT_FINITE
         reported: tuple[TokenLogprobs, ...] = ()
-        if block.logprobs is not None:
+        if block.logprobs is not None and error is None:
             reported = _logprobs(logits[begin : begin + len(tokens), :vocab_size], tokens, block.logprobs)
-        outcomes.append(Outcome(tokens, row[width], bool(row[-2]), not row[-1], reported))
+        outcomes.append(Outcome(tokens, accepted, error, not clean, reported))
     return outcomes
 
 
@@ -86,8 +95,9 @@ def _row_table(lanes: Sequence[Lane], width: int, device: torch.device) -> Tenso
     return table.minimum((ends - 1).unsqueeze(1))
 
 
-def _verify_groups(processed: Tensor, blocks: Sequence[Block], rows: Tensor) -> _Verified:
-    """Every rule's sequences together; nearly always there is one group."""
+def _verify_groups(processed: Tensor, blocks: Sequence[Block], rows: Tensor, drawable: Tensor) -> _Verified:
+    """Every rule's sequences together; nearly always there is one group. drawable: (S, K + 1) bool."""
+    ends = list(itertools.accumulate(block.lane.rows for block in blocks))
     groups: dict[AcceptanceRule, list[int]] = {}
     for index, block in enumerate(blocks):
         params = block.lane.sampling
@@ -102,13 +112,12 @@ def _verify_groups(processed: Tensor, blocks: Sequence[Block], rows: Tensor) -> 
         table = rows
         if len(members) < len(blocks):
             # The group's rows one after the other, as its lanes have them.
-            held = [slice(int(rows[i, 0]), int(rows[i, 0]) + blocks[i].lane.rows) for i in members]
-            own = torch.cat([processed[one] for one in held])
+            own = torch.cat([processed[ends[i] - blocks[i].lane.rows : ends[i]] for i in members])
             table = _row_table([block.lane for block in chosen], rows.shape[1], rows.device)
         if rule is AcceptanceRule.COUPLED:
             verified = _while_equal(own, chosen, table)
         else:
-            verified = _by_ratio(rule, own, chosen, table)
+            verified = _by_ratio(rule, own, chosen, table, drawable[at])
         tokens[at], accepted[at] = verified.tokens, verified.accepted
     return _Verified(tokens, accepted)
 
@@ -121,11 +130,18 @@ def _while_equal(processed: Tensor, blocks: Sequence[Block], rows: Tensor) -> _V
     return _Verified(targets, count_accepted(targets, drafts, count))
 
 
-def _by_ratio(rule: AcceptanceRule, processed: Tensor, blocks: Sequence[Block], rows: Tensor) -> _Verified:
-    """Rejection and block. Every number drawn has a key of its own: by purpose, position and round."""
+def _by_ratio(
+    rule: AcceptanceRule, processed: Tensor, blocks: Sequence[Block], rows: Tensor, drawable: Tensor
+) -> _Verified:
+    """Rejection and block. Every number drawn has a key of its own: by purpose, position and round.
+
+    A row that cannot be drawn from ends the draft before it, which biases nothing: whether it can follows
+    from the drafts that lead to it. Only if all of them are accepted does its fault become the request's.
+    """
     lanes = [block.lane for block in blocks]
     width, device = rows.shape[1] - 1, rows.device
     tokens, count = _padded_drafts(lanes, width, device)
+    count = count.minimum(drawable.long().cumprod(dim=1).sum(dim=1))
     drafts = Drafts(tokens, count, *_padded_probs(blocks, width, device))
 
     def keys(purpose: Purpose, positions: int) -> list[int]:

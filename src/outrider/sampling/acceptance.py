@@ -53,7 +53,12 @@ class Judgement:
 
 
 def judge(rule: AcceptanceRule, target_probs: Tensor, drafts: Drafts, uniforms: Tensor) -> Judgement:
-    """Apply `rejection` or `block`. target_probs: (S, K + 1, V); uniforms: (S, K), one a draft, in [0, 1)."""
+    """Apply `rejection` or `block`. target_probs: (S, K + 1, V); uniforms: (S, K), one a draft, in [0, 1).
+
+    Rows of `target_probs` behind a sequence's real drafts may hold anything.
+    """
+    if not drafts.tokens.shape[1]:
+        return Judgement(torch.zeros_like(drafts.count), target_probs[:, 0])
     weights = _weights(rule, target_probs, drafts)
     if rule is AcceptanceRule.BLOCK:
         accepted = _accept_block(target_probs, drafts, weights, uniforms)
@@ -77,16 +82,10 @@ def _weights(rule: AcceptanceRule, target_probs: Tensor, drafts: Drafts) -> Tens
     ratio = torch.where(given > 0, wanted / given, 0.0)
     if rule is AcceptanceRule.BLOCK:
         walk = ratio.log().cumsum(dim=1)
-        if walk.shape[1]:
-            walk = walk - walk.cummax(dim=1).values.clamp(min=0)
-        weights = walk.exp()
+        weights = (walk - walk.cummax(dim=1).values.clamp(min=0)).exp()
     else:
         weights = ratio.clamp(max=1)
-    return (
-        torch.cat([torch.ones_like(weights[:, :1]), weights], dim=1)
-        if weights.shape[1]
-        else (torch.ones(len(weights), 1, dtype=torch.float64, device=weights.device))
-    )
+    return torch.nn.functional.pad(weights, (1, 0), value=1.0)
 
 
 def _accept_block(target_probs: Tensor, drafts: Drafts, weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -102,22 +101,19 @@ def _accept_block(target_probs: Tensor, drafts: Drafts, weights: Tensor, uniform
     left = (inner - overlap).clamp(min=0)
     room = left + 1 - inner
     inside = torch.where(room > 0, left / room, 1.0)
-    thresholds = torch.cat([inside, weights[:, -1:]], dim=1)[:, :width]
+    thresholds = torch.nn.functional.pad(inside, (0, 1))
     place = torch.arange(1, width + 1, device=uniforms.device)
     last = place == drafts.count.unsqueeze(1)
     thresholds = torch.where(last, weights[:, 1:], thresholds)
     hits = (uniforms < thresholds) & _real(drafts.tokens, drafts.count)
-    return (hits * place).amax(dim=1) if width else torch.zeros_like(drafts.count)
+    return (hits * place).amax(dim=1)
 
 
 def _extra_probs(target_probs: Tensor, drafts: Drafts, weights: Tensor, accepted: Tensor) -> Tensor:
     """(S, V): max(w p - q, 0), renormalised, after a rejection; the target's own after the last draft."""
     sequence = torch.arange(len(accepted), device=accepted.device)
     own = target_probs[sequence, accepted]
-    width = drafts.tokens.shape[1]
-    if not width:
-        return own
-    rejected = accepted.clamp(max=width - 1)
+    rejected = accepted.clamp(max=drafts.tokens.shape[1] - 1)
     weight = weights[sequence, accepted].to(own.dtype).unsqueeze(1)
     guessed = drafts.probs[sequence, rejected].to(own.dtype)
     residual = (weight * own).scatter_add(1, drafts.ids[sequence, rejected], -guessed).clamp(min=0)

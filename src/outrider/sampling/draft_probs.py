@@ -2,8 +2,9 @@
 
 A bad row ends the draft where it stands: the position is then decoded plainly from a draw of its own. That
 keeps both ratio rules lossless, because whether row i is bad follows from the drafts before it: the number of
-drafts is a stopping time. Dropping the whole draft for a bad row at its end would not: it would throw away
-the first drafts depending on what was drawn after them.
+drafts is a stopping time, and block's h_K = w_K is that of the last one that stays. Dropping the whole draft
+for a bad row at its end would not: it would throw away the first drafts depending on what was drawn after
+them.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def guess(tokens: Sequence[int], sampling: SamplingParams) -> Draft:
 
 @dataclass(frozen=True, slots=True)
 class CheckedProbs:
-    """The good leading rows of a draft's distributions."""
+    """The good leading rows of a draft's distributions, as the rules read them."""
 
-    ids: npt.NDArray[np.int64]  # (rows, N)
-    probs: npt.NDArray[np.float32]  # (rows, N)
+    ids: npt.NDArray[np.int64]  # (rows, N); 0 where the probability is 0
+    probs: npt.NDArray[np.float32]  # (rows, N), renormalised: who draws from numbers draws from their shares
 
     @property
     def rows(self) -> int:
@@ -57,7 +58,7 @@ class CheckedProbs:
 
 
 def check(given: DraftProbs | None, drafts: Sequence[int], vocab_size: int) -> CheckedProbs:
-    """The rows up to the first bad one.
+    """The rows up to the first bad one. `drafts` are token ids of the vocabulary.
 
     Bad is a row that is missing, has numbers that are not finite or below 0, does not sum to 1, lists a token
     twice or beyond the vocabulary with a probability, or gives its own draft none.
@@ -71,8 +72,9 @@ def check(given: DraftProbs | None, drafts: Sequence[int], vocab_size: int) -> C
     probs = np.frombuffer(given.probs[: rows * row_bytes], "<f4").reshape(rows, width).astype(np.float32)
     listed = probs > 0
     with np.errstate(invalid="ignore", over="ignore"):
-        sums = np.abs(probs.sum(axis=1, dtype=np.float64) - 1) <= SUM_TOLERANCE
-    good = np.isfinite(probs).all(axis=1) & (probs >= 0).all(axis=1) & sums
+        total = probs.sum(axis=1, dtype=np.float64)
+        whole = np.abs(total - 1) <= SUM_TOLERANCE
+    good = np.isfinite(probs).all(axis=1) & (probs >= 0).all(axis=1) & whole
     good &= ((ids >= 0) & (ids < vocab_size) | ~listed).all(axis=1)
     # Tokens without a probability get ids of their own, so that only real ones can be twice in a row.
     distinct = np.sort(np.where(listed, ids, -1 - np.arange(width)), axis=1)
@@ -80,4 +82,5 @@ def check(given: DraftProbs | None, drafts: Sequence[int], vocab_size: int) -> C
     own = np.asarray(drafts[:rows], dtype=np.int64).reshape(rows, 1)
     good &= ((ids == own) & listed).any(axis=1)
     kept = rows if good.all() else int(good.argmin())
-    return CheckedProbs(np.where(listed, ids, 0)[:kept], np.where(listed, probs, 0)[:kept])
+    shares = (probs[:kept] / total[:kept, np.newaxis]).astype(np.float32)
+    return CheckedProbs(np.where(listed, ids, 0)[:kept], shares)
