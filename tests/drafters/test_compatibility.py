@@ -65,6 +65,7 @@ def test_same_tokens_fit_without_a_note(tmp_path: Path) -> None:
 
 
 def test_shuffled_tokenizer_of_the_same_size_is_refused_by_its_first_differing_id(tmp_path: Path) -> None:
+    """Public report 29: a vocabulary of the same size and another order drafted garbage in silence."""
     shuffled = ("<unk>", "</s>", "the", "sat", "cat", "on", "mat")
     target, drafter = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "drafter", tokens=shuffled)
     with pytest.raises(ConfigError, match=r"id 3 is 'sat' there and 'cat' here"):
@@ -72,6 +73,7 @@ def test_shuffled_tokenizer_of_the_same_size_is_refused_by_its_first_differing_i
 
 
 def test_differing_special_token_is_a_differing_id(tmp_path: Path) -> None:
+    """Public report 29."""
     target = checkpoint(tmp_path / "target", special=("<|user|>",))
     drafter = checkpoint(tmp_path / "drafter", special=("<|human|>",))
     with pytest.raises(ConfigError, match=r"id 7 is '<\|human\|>' there and '<\|user\|>' here"):
@@ -120,6 +122,7 @@ def test_a_model_fits_itself_whatever_its_folder_lacks(tmp_path: Path) -> None:
 
 
 def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    """Public report 30."""
     with_tokens, without = checkpoint(tmp_path / "with"), checkpoint(tmp_path / "without", tokens=None)
     for drafter, target in ((with_tokens, without), (without, with_tokens)):
         with pytest.raises(ConfigError, match=r"without has no tokenizer"):
@@ -127,6 +130,7 @@ def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_without_any_tokenizer_the_number_of_ids_must_agree(tmp_path: Path) -> None:
+    """Public report 30."""
     target = checkpoint(tmp_path / "target", tokens=None)
     (note,) = check_vocabulary(checkpoint(tmp_path / "same", tokens=None), target)
     assert "only the number of token ids" in note
@@ -167,6 +171,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 def test_shorter_drafter_is_allowed_with_its_limit(tmp_path: Path) -> None:
+    """Public report 31."""
     target = checkpoint(tmp_path / "target", max_position_embeddings=256)
     drafter = checkpoint(tmp_path / "drafter")
     fit = check_drafter(

@@ -159,6 +159,7 @@ def test_no_token_beyond_the_targets_vocabulary_is_drawn() -> None:
 
 
 def test_token_the_model_has_no_embedding_for_skips_that_context_only() -> None:
+    """Public reports 30 and 32: no crash, and nobody waits."""
     drafter = generator(FoldingModel())
     assert proposed(drafter, [context("a", [1, VOCAB]), context("b", [1])]) == [[], continuation([1], 4)]
     assert drafter.counts.limited == {"vocabulary": 1}
@@ -166,6 +167,7 @@ def test_token_the_model_has_no_embedding_for_skips_that_context_only() -> None:
 
 @pytest.mark.parametrize(("length", "drafts"), [(27, 4), (29, 4), (30, 3), (32, 1), (33, 0), (500, 0)])
 def test_drafts_shrink_to_the_drafters_context_and_end_there(length: int, drafts: int) -> None:
+    """Public reports 20, 31 and 32: a prompt beyond the context is skipped, and the one beside it is not."""
     model = FoldingModel(max_model_len=32)
     drafter = generator(model)
     prompt = [token % VOCAB for token in range(length)]
@@ -226,6 +228,7 @@ def test_one_sequence_twice_in_a_batch_gets_both_answers() -> None:
 
 
 def test_nan_ends_that_draft_only_and_is_not_kept() -> None:
+    """Public report 8, the drafter's half."""
     model = FoldingModel()
     drafter = generator(model)
     a, b = [1, 2, 3], [4, 5, 6]
@@ -265,7 +268,7 @@ def test_failed_forward_leaves_a_cache_that_still_tells_the_truth() -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_200_sequences_leave_the_memory_as_it_was_and_drafting_on(closed: bool) -> None:
-    """llama.cpp once stopped drafting after three requests, because nobody freed the drafter's cache."""
+    """Public report 35: drafting stopped after three requests, because nobody freed the drafter's cache."""
     drafter = generator(FoldingModel(), num_blocks=8)
     for number in range(200):
         prompt = [number % VOCAB, 1, 2, 3, 4]
@@ -417,6 +420,7 @@ def test_drafts_are_right_after_eviction(llama_folder: Path, reference: Any) -> 
 
 
 def test_blocks_return_after_200_requests(llama_folder: Path) -> None:
+    """Public report 35."""
     drafter = load(llama_folder)
     free = drafter.generator.pool.num_free
     for number in range(200):
@@ -463,6 +467,7 @@ def test_bad_configuration_is_refused_by_key(llama_folder: Path, changes: dict[s
 def test_drafter_of_another_vocabulary_is_refused_before_its_weights_load(
     llama_folder: Path, tmp_path: Path
 ) -> None:
+    """Public report 30."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((llama_folder / "config.json").read_text().replace("128", "64"))

@@ -246,6 +246,7 @@ def test_who_waits_for_memory_is_told_so(make_engine: MakeEngine, monkeypatch: p
 
 
 def test_a_shared_prefix_is_computed_once_and_changes_nothing(make_engine: MakeEngine) -> None:
+    """Public report 34."""
     prompt = PROMPTS[2]
     engine = make_engine()
     cold = drive(engine, [opening("cold", prompt)])

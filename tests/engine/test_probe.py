@@ -110,6 +110,7 @@ REFUSED_BY_CONFIGURATION: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_configuration_that_cannot_be_served_is_refused_before_its_weights_are_read(
     case: str, tmp_path: Path
 ) -> None:
+    """Public report 33, where the model keeps a recurrent state, which cannot roll back."""
     config, reason = REFUSED_BY_CONFIGURATION[case]
     config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason):
