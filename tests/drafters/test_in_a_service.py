@@ -1,4 +1,4 @@
-"""Drafters that fail a request in some way, in the whole service in one process: its text is the plain one."""
+"""Drafters that fail a request in some way, in the service in one process: its text is the plain one."""
 
 from __future__ import annotations
 
