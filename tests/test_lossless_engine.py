@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -325,55 +325,230 @@ def test_a_draft_that_draws_as_the_target_is_accepted_whole_public_report_2() ->
     assert drafted == accepted > 15
 
 
+# ---- public reports, each as it was seen
+
+
+def with_drafts(
+    case: Case, draft: Callable[[list[int]], list[int]], k: int, truth: list[int], **options: Any
+) -> tuple[Answer, list[Verdict]]:
+    """Answer a request with the drafts that `draft` makes of the true continuation, K at a time."""
+    engine = make_engine(**options)
+    engine.receive(case.opening(plan=Plan("s", 0, k, 60.0)))
+    answer, verdicts = Answer(), []
+    while engine.busy:
+        for event in engine.step():
+            assert isinstance(event, Verdict)
+            answer.take(event, len(case.prompt))
+            verdicts.append(event)
+            known = len(case.prompt) + len(answer.tokens)
+            if event.finish is None:
+                assert engine._sequences["s"].cached == known - 1
+            drafts = tuple(draft(truth[len(answer.tokens) :]))
+            engine.receive(VerifyOrder("s", 0, known, drafts, draft_probs=certain(drafts)))
+    return answer, verdicts
+
+
+def oracle(ahead: list[int]) -> list[int]:
+    return ahead[:8]
+
+
+def anti(ahead: list[int]) -> list[int]:
+    return [(token + 1) % VOCAB for token in ahead[:8]]
+
+
+LIMITS = Limits(24)
+
+
+def asked(limits: Limits = LIMITS, *, grammar: bool = False, **sampling: Any) -> Case:
+    return Case((1, 2, 3), SamplingParams(**sampling), limits, grammar, None)
+
+
+def test_twenty_seeds_are_twenty_texts_public_report_12() -> None:
+    """Public report 12: requests without a seed shared one stream of numbers. Here each is given its own."""
+    assert len({tuple(plain(asked(seed=seed)).tokens) for seed in range(20)}) == 20
+    assert len({tuple(plain(asked(seed=1, choice=choice)).tokens) for choice in range(5)}) == 5
+
+
+@pytest.mark.parametrize("rule", AcceptanceRule)
+def test_a_single_rejected_candidate_leaves_the_cache_in_step_public_report_13(rule: AcceptanceRule) -> None:
+    """Public report 13: K = 1, always wrong; after every round the cache lacks the newest token alone."""
+    case = asked(seed=3, top_k=1, rule=rule)  # one token a position has any probability
+    truth = plain(case).tokens
+    answer, verdicts = with_drafts(case, anti, 1, truth)
+    assert answer.tokens == truth
+    assert sum(verdict.drafted for verdict in verdicts) >= 22
+    assert sum(verdict.accepted for verdict in verdicts) == 0
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_an_accepted_stop_token_ends_the_text_public_report_15(place: int) -> None:
+    """Public report 15: an end that was accepted in the middle of a block was run over."""
+    truth = plain(asked(seed=4)).tokens
+    first = truth.index(truth[place])
+    answer, verdicts = with_drafts(asked(Limits(24, (truth[place],)), seed=4), oracle, 8, truth)
+    assert (answer.tokens, answer.finish) == (truth[: first + 1], FinishReason.STOP)
+    assert verdicts[-1].accepted == (len(verdicts[-1].tokens) if first else 0)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
+def test_exactly_max_tokens_are_given_public_reports_17_and_18(max_tokens: int) -> None:
+    """Public reports 17 and 18: four tokens for max_tokens 1; fewer than asked, reported as all."""
+    truth = plain(asked(seed=5)).tokens
+    answer, verdicts = with_drafts(asked(Limits(max_tokens), seed=5), oracle, 4, truth)
+    assert (answer.tokens, answer.finish) == (truth[:max_tokens], FinishReason.LENGTH)
+    assert sum(len(verdict.tokens) for verdict in verdicts) == max_tokens
+
+
+def test_the_context_is_filled_and_never_passed_public_report_20() -> None:
+    """Public report 20: drafts past the last position. K shrinks, down to 0."""
+    truth = plain(asked(seed=6)).tokens
+    for room in (1, 2, 3, 6):
+        answer, verdicts = with_drafts(asked(seed=6), oracle, 5, truth, max_model_len=3 + room)
+        assert (answer.tokens, answer.finish) == (truth[:room], FinishReason.LENGTH)
+        assert all(verdict.base_len + verdict.drafted < 3 + room for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"frequency_penalty": -2.0}, id="public report 21, repeating"),
+        pytest.param({"frequency_penalty": 2.0}, id="public report 21, avoiding"),
+        pytest.param({"frequency_penalty": 1.0}, id="public report 22"),
+        pytest.param({"presence_penalty": 1.0}, id="public report 22, presence"),
+        pytest.param({"repetition_penalty": 1.15}, id="public report 23"),
+        pytest.param({"min_p": 0.2}, id="public report 24, min_p"),
+        pytest.param({"logit_bias": ((5, -100.0), (2, 1.0))}, id="public report 24, bias"),
+    ],
+)
+def test_a_field_means_the_same_however_much_is_accepted(fields: dict[str, Any]) -> None:
+    """Public reports 21 to 24: a field that held for the newest token of a round alone, or not at all."""
+    for temperature in (0.0, 1.0):
+        case = asked(seed=7, temperature=temperature, **fields)
+        truth = plain(case).tokens
+        unshaped = plain(asked(seed=7, temperature=temperature)).tokens
+        accepted = []
+        for draft in (oracle, anti, lambda ahead: [*ahead[:2], 0, *ahead[3:5]]):
+            answer, verdicts = with_drafts(case, draft, 8, truth)
+            assert answer.tokens == truth
+            accepted.append(sum(verdict.accepted for verdict in verdicts))
+        assert accepted[0] > 18
+        assert accepted[1] == 0
+        assert truth != unshaped or temperature == 0.0
+        assert "logit_bias" not in fields or 5 not in truth
+
+
+def test_a_token_that_is_biased_away_is_emitted_nowhere_public_report_24() -> None:
+    """Public report 24: a bias of -100 on what the target would take second, inside a block of drafts."""
+    for rule in AcceptanceRule:
+        truth = plain(asked(seed=8)).tokens
+        case = asked(seed=8, rule=rule, logit_bias=((truth[1], -100.0),))
+        answer, _ = with_drafts(case, oracle, 8, truth)  # drafts that know nothing of the bias
+        assert truth[1] not in answer.tokens
+        assert len(answer.tokens) == 24
+
+
+def test_a_text_that_its_grammar_ends_inside_a_block_ends_there_public_report_26() -> None:
+    """Public report 26: the matcher was fed what came behind the end. Under every rule."""
+    for rule in AcceptanceRule:
+        case = asked(Limits(24, (0,)), grammar=True, seed=9, top_k=1, rule=rule)
+        truth = plain(case).tokens
+        assert (len(truth), truth[-1]) == (9, 0)
+        for behind in ([], [0], [0, 0, 5, 6], [7, 0]):
+
+            def over_the_end(ahead: list[int], behind: list[int] = behind) -> list[int]:
+                return [*ahead, *behind]
+
+            answer, verdicts = with_drafts(case, over_the_end, 12, truth)
+            assert (answer.tokens, answer.finish, answer.error) == (truth, FinishReason.STOP, None)
+            assert len(verdicts) == 2
+
+
+def test_a_grammar_that_leaves_no_token_ends_its_own_request_only() -> None:
+    """Both ask for eight different tokens and the end; one of them may not end so soon."""
+    stuck = asked(Limits(24, (0,), min_tokens=20), grammar=True, seed=10)
+    fine = replace(stuck, limits=Limits(24, (0,)))
+    answers = {"stuck": Answer(), "fine": Answer()}
+    for event in drive(make_engine(), [stuck.opening("stuck"), fine.opening("fine")]):
+        assert isinstance(event, Verdict)
+        answers[event.sequence].take(event, 3)
+    assert answers["stuck"].finish is FinishReason.ERROR
+    assert "leaves no token" in str(answers["stuck"].error)
+    assert answers["fine"] == plain(fine)
+
+
+def test_an_end_that_the_model_has_no_logit_for_is_no_end() -> None:
+    """Some tokenizers name an end beyond the vocabulary: it can be neither drawn nor banned."""
+    case = asked(Limits(6, (VOCAB + 1, -1, 10**9), min_tokens=3), seed=11)
+    assert plain(case).tokens == plain(asked(Limits(6), seed=11)).tokens
+
+
 # ---- the ratio rules: a law, not a text
 
 RATIO_VOCAB = 6
 
 
 def first_two(rule: AcceptanceRule, seeds: int, *, spoil: str | None = None) -> Counter[tuple[int, int]]:
-    """The first two tokens of many seeds, of which the second comes out of a verified block of up to 3
-    drafts.
+    """The second and third token of many seeds: a verified block of up to 3 drafts gives them.
 
     `spoil`: what is wrong with the row of the second draft, depending on the first draft alone.
     """
     model = TableModel(sharpness=1.0)
     engine = Engine(model, num_blocks=600, vocab_size=RATIO_VOCAB, max_model_len=96, max_num_seqs=256)
-    rng = torch.Generator().manual_seed(1)
+    rng = random.Random(1)
+    guesses: dict[tuple[int, ...], list[float]] = {}
+
+    def guess(text: tuple[int, ...]) -> list[float]:
+        if text not in guesses:  # another distribution altogether
+            guesses[text] = (model.after(text)[:RATIO_VOCAB] * 0.3).flip(0).softmax(-1).tolist()
+        return guesses[text]
+
+    def order(name: str, text: tuple[int, ...]) -> VerifyOrder:
+        known, rows = text, []
+        for index in range(3):
+            row = guess(known)
+            known += tuple(rng.choices(range(RATIO_VOCAB), row))
+            if spoil is not None and index == 1 and known[len(text)] % 2:
+                row = [share * (math.nan if spoil == "nan" else 3.0) for share in row]
+            rows.append(row)
+        probs = pack(torch.arange(RATIO_VOCAB).expand(3, -1), torch.tensor(rows))
+        return VerifyOrder(name, 0, len(text), known[len(text) :], draft_probs=probs)
+
     counts: Counter[tuple[int, int]] = Counter()
     for begin in range(0, seeds, 256):
-        texts: dict[str, list[int]] = defaultdict(list)
+        texts: dict[str, tuple[int, ...]] = {}
         for seed in range(begin, begin + 256):
             sampling = SamplingParams(seed=seed, rule=rule)
+            texts[str(seed)] = (1,)
             engine.receive(Open(str(seed), 0, (1,), (), sampling, Limits(5), Plan(str(seed), 0, 3, 60.0)))
         while engine.busy:
             for event in engine.step():
                 assert isinstance(event, Verdict)
-                text = texts[event.sequence]
-                text += event.tokens
-                drafts: list[int] = []
-                rows: list[Tensor] = []
-                for _ in range(3):
-                    flat = model.after([1, *text, *drafts])[:RATIO_VOCAB] * 0.3
-                    row = flat.flip(0).softmax(-1)  # another distribution altogether
-                    drafts.append(int(row.multinomial(1, generator=rng)))
-                    if spoil is not None and len(rows) == 1 and drafts[0] % 2:
-                        row = row * (math.nan if spoil == "nan" else 3.0)
-                    rows.append(row)
-                probs = pack(torch.arange(RATIO_VOCAB).expand(3, -1), torch.stack(rows))
-                order = VerifyOrder(event.sequence, 0, 1 + len(text), tuple(drafts), draft_probs=probs)
-                engine.receive(order)
-        counts.update((text[1], text[2]) for text in texts.values())
+                name = event.sequence
+                texts[name] += event.tokens
+                done = len(texts[name]) > 3
+                engine.receive(Close(name, 0) if done else order(name, texts[name]))
+        counts.update((text[2], text[3]) for text in texts.values())
     assert engine.stats().draft_tokens > seeds
     assert (engine.stats().invalid_draft_probs > 0) == (spoil is not None)
     return counts
 
 
-@pytest.mark.parametrize("spoil", [None, "nan", "sum"])
-@pytest.mark.parametrize("rule", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
-def test_ratio_rules_keep_the_target_s_law_also_with_bad_rows(
+@pytest.mark.parametrize(
+    ("rule", "spoil"),
+    [
+        (AcceptanceRule.COUPLED, None),
+        (AcceptanceRule.REJECTION, None),
+        (AcceptanceRule.REJECTION, "nan"),
+        (AcceptanceRule.BLOCK, None),
+        (AcceptanceRule.BLOCK, "nan"),
+        (AcceptanceRule.BLOCK, "sum"),
+    ],
+)
+def test_every_rule_keeps_the_target_s_law_also_with_bad_rows(
     rule: AcceptanceRule, spoil: str | None
 ) -> None:
-    """Public reports 6, 8 and 10: what cannot be judged is drawn anew, and biases nothing."""
+    """Public reports 6, 8 and 10: what cannot be judged is drawn anew, and biases nothing. Report 14: drafts
+    that the target's own draw is matched against bias nothing either."""
     seeds = 4096
     counts = first_two(rule, seeds, spoil=spoil)
     model = TableModel(sharpness=1.0)
@@ -386,6 +561,35 @@ def test_ratio_rules_keep_the_target_s_law_also_with_bad_rows(
                 law[second, third] += one * two * share
     statistic = sum((counts[cell] - seeds * p) ** 2 / (seeds * p) for cell, p in law.items())
     assert statistic < 76.5  # 99.99 % quantile at 35 degrees of freedom
+
+
+def test_a_missing_row_ends_the_draft_and_is_counted_public_report_10() -> None:
+    """Public report 10: no draft is judged by another rule in silence."""
+    sampling = SamplingParams(seed=1, rule=AcceptanceRule.BLOCK)
+    for given_, drafted in ((None, 0), (certain((3,)), 1), (certain((3, 4)), 2)):
+        engine = make_engine()
+        engine.receive(Open("s", 0, (1, 2), (), sampling, Limits(20), Plan("s", 0, 4, 60.0)))
+        engine.step()
+        engine.receive(VerifyOrder("s", 0, 3, (3, 4, 5), draft_probs=given_))
+        (verdict,) = engine.step()
+        assert isinstance(verdict, Verdict)
+        assert (verdict.drafted, verdict.invalid_drafts) == (drafted, 3 - drafted)
+        assert engine.stats().invalid_draft_probs == 3 - drafted
+
+
+def test_whether_drafts_find_memory_does_not_depend_on_what_was_drawn() -> None:
+    """A pool without room for the whole order leaves all of it out, also where a bad row or a forbidden token
+    has made it short enough."""
+    sampling = SamplingParams(seed=1, rule=AcceptanceRule.REJECTION)
+    for rows in (1, 2, 4):
+        engine = make_engine(num_blocks=2, prefix_caching=False)
+        engine.receive(Open("s", 0, (1,) * 29, (), sampling, Limits(20), Plan("s", 0, 4, 60.0)))
+        engine.step()
+        assert engine._sequences["s"].cached == 29  # three of 32 places are left: one token and two drafts
+        engine.receive(VerifyOrder("s", 0, 30, (3, 4, 5, 6), draft_probs=certain((3, 4, 5, 6)[:rows])))
+        (verdict,) = engine.step()
+        assert isinstance(verdict, Verdict)
+        assert verdict.drafted == 0
 
 
 def test_a_late_order_is_dropped_under_a_ratio_rule() -> None:

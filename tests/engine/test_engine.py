@@ -150,6 +150,7 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks(make_engine: MakeEngi
 
 
 def test_a_stop_id_inside_a_block_ends_there(make_engine: MakeEngine) -> None:
+    """Public report 15."""
     truth = plain(make_engine, PROMPTS[0])
     stop = next(i for i in range(2, len(truth)) if truth[i] not in truth[:i])
     message = replace(opening("s0", PROMPTS[0], k=8), limits=Limits(24, (truth[stop],)))
@@ -161,6 +162,7 @@ def test_a_stop_id_inside_a_block_ends_there(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
 def test_max_tokens_is_met_exactly_inside_a_block(make_engine: MakeEngine, max_tokens: int) -> None:
+    """Public reports 17 and 18."""
     truth = plain(make_engine, PROMPTS[0])
     router = Dictating(make_engine(), {"s0": truth}, lambda ahead: ahead[:4])
     done = router.run([opening("s0", PROMPTS[0], k=4, max_tokens=max_tokens)])
@@ -169,6 +171,7 @@ def test_max_tokens_is_met_exactly_inside_a_block(make_engine: MakeEngine, max_t
 
 
 def test_drafts_shrink_to_the_end_of_the_context(make_engine: MakeEngine) -> None:
+    """Public report 20."""
     prompt = PROMPTS[0]
     truth = plain(make_engine, prompt)
     engine = make_engine(max_model_len=len(prompt) + 7)
@@ -177,12 +180,14 @@ def test_drafts_shrink_to_the_end_of_the_context(make_engine: MakeEngine) -> Non
 
 
 def test_hostile_drafts_cost_nothing_but_speed(make_engine: MakeEngine) -> None:
+    """Public report 9: ids that are no tokens never reach the embedding."""
     truth = plain(make_engine, PROMPTS[0])
     hostile = Dictating(make_engine(), {"s0": truth}, lambda ahead: [*ahead[:1], -1, 10**12, VOCAB])
     assert hostile.run(openings_for(8, 1))["s0"] == truth
 
 
 def test_preempted_sequences_resume_with_the_same_text(make_engine: MakeEngine) -> None:
+    """Public report 40."""
     openings = [opening(f"s{i}", [i + 1] * 30, max_tokens=60) for i in range(6)]
     truths = {o.sequence: plain(make_engine, list(o.prompt), 60) for o in openings}
     small = make_engine(num_blocks=14, prefix_caching=False)
@@ -192,6 +197,7 @@ def test_preempted_sequences_resume_with_the_same_text(make_engine: MakeEngine) 
 
 
 def test_drafts_are_given_up_before_anybody_is_preempted(make_engine: MakeEngine) -> None:
+    """Public report 40."""
     # Two prompts of 50 and room for two times 64 tokens: the third round has room for its newest token only.
     prompts = [[i + 1] * 50 for i in range(2)]
     truths = {f"s{i}": plain(make_engine, prompt, 20) for i, prompt in enumerate(prompts)}
@@ -247,6 +253,7 @@ def test_who_waits_for_memory_is_told_so(make_engine: MakeEngine, monkeypatch: p
 
 def test_a_shared_prefix_is_computed_once_and_changes_nothing(make_engine: MakeEngine) -> None:
     """Public report 34."""
+    """Public report 34."""
     prompt = PROMPTS[2]
     engine = make_engine()
     cold = drive(engine, [opening("cold", prompt)])
@@ -281,6 +288,7 @@ class Poisoned:
 
 
 def test_a_nan_ends_its_own_request_and_no_other(make_engine: MakeEngine, model_folder: Path) -> None:
+    """Public report 8."""
     sick, healthy = [9, 9, 251], PROMPTS[0]
     truth = plain(make_engine, healthy)
     assert 251 not in truth
@@ -296,6 +304,7 @@ def test_a_nan_ends_its_own_request_and_no_other(make_engine: MakeEngine, model_
 def test_a_nan_behind_a_rejected_draft_costs_nothing_but_time(
     make_engine: MakeEngine, model_folder: Path
 ) -> None:
+    """Public report 8."""
     truth = plain(make_engine, PROMPTS[0])
     assert 251 not in truth
     engine = Engine(Poisoned(load(model_folder), 251), num_blocks=64, vocab_size=VOCAB, max_model_len=200)
@@ -381,6 +390,7 @@ def test_a_gate_passes_with_time_and_with_a_plan_of_none(make_engine: MakeEngine
 
 
 def test_a_cancelled_sequence_is_freed_at_once(make_engine: MakeEngine) -> None:
+    """Public report 37, the verifier's half."""
     engine = make_engine()
     first_token(engine, opening("s0", PROMPTS[2]))
     engine.receive(Close("s0", 0, cancelled=True))
