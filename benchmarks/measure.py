@@ -15,6 +15,14 @@ from pathlib import Path
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12)
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of a mean; infinite for fewer than two values."""
+    if len(values) < 2:
+        return math.inf
+    quantile = _T[len(values) - 2] if len(values) - 2 < len(_T) else 1.96
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """The geometric mean of paired ratios, with the 95 % interval of it and the number of pairs."""
@@ -30,8 +38,7 @@ class Ratio:
         mean = statistics.fmean(logs)
         if len(logs) < 2:
             return cls(math.exp(mean), 0.0, math.inf, len(logs))
-        quantile = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else 1.96
-        spread = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+        spread = half_interval(logs)
         return cls(math.exp(mean), math.exp(mean - spread), math.exp(mean + spread), len(logs))
 
     def __str__(self) -> str:
