@@ -30,7 +30,7 @@ def test_two_candidates_that_change_places_between_ways_are_a_tie() -> None:
 def test_ways_that_agree_bit_for_bit_leave_no_tie() -> None:
     verdict, deviation, reason = judge([way(1.0, 1.0 + 1e-7), way(1.0, 1.0 + 1e-7)])
     assert (verdict, deviation) == (Verdict.DEFECT, 0.0)
-    assert "bit for bit" in reason
+    assert "one right token" in reason
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,7 @@ def test_ways_that_agree_bit_for_bit_leave_no_tie() -> None:
     ],
 )
 def test_a_candidate_that_wins_no_way_is_a_defect(scored: list[Scored]) -> None:
-    verdict, _, reason = judge(scored)
-    assert verdict is Verdict.DEFECT
-    assert "loses by" in reason
+    assert judge(scored)[0] is Verdict.DEFECT
 
 
 def test_a_token_that_only_some_ways_cut_off_is_a_tie() -> None:

@@ -163,8 +163,8 @@ def judge(scored: Sequence[Scored], *, resolution: float = 0.0) -> tuple[Verdict
         largest = max(abs(one.best) for one in scored)
         deviation = max(deviation, 2 ** math.frexp(largest)[1] * resolution)
     if deviation == 0:
-        same = f"all {len(scored)} ways of computing this position agree bit for bit"
-        return Verdict.DEFECT, deviation, f"{same}: there is one right token"
+        reason = f"all {len(scored)} ways agree, to the bit, by how much one beats the other"
+        return Verdict.DEFECT, deviation, f"{reason}: there is one right token"
     for name, values in gaps.items():
         if min(values) > deviation:
             reason = (

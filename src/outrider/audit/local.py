@@ -52,6 +52,8 @@ class LocalAudit:
     draws: int = 20_000
     draft_model: str | None = None  # default: the target drafts for itself
     draft_options: Mapping[str, Any] = field(default_factory=dict)  # speculative_config.extra
+    drafting: Sequence[tuple[str, str, int]] = DRAFTING
+    rules: Sequence[AcceptanceRule] = (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK)
     checks: frozenset[str] = frozenset({"greedy", "identity", "distribution", "quality"})
     progress: Progress = lambda _: None
 
@@ -176,12 +178,12 @@ class _Texts:
         if "identity" in checks:
             plain = self._generate("plain, mixed concurrency", None, self._requests)
             found.append(self._compare("plain, mixed concurrency", reference, plain, drafting=False))
-            for name, method, k in DRAFTING:
+            for name, method, k in self._audit.drafting:
                 texts = self._generate(name, self._speculative(method, k, reference), self._requests)
                 found.append(self._compare(name, reference, texts, drafting=True))
                 if method == "draft_model" and k == 4:
                     pairs["coupled"] = texts
-        for rule in (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK):
+        for rule in self._audit.rules:
             spec = self._speculative("draft_model", 4, reference, rule)
             once = self._generate(f"{rule}, draft_model, K = 4", spec, self._requests)
             pairs[str(rule)] = once

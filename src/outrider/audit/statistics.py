@@ -65,13 +65,21 @@ def chi_square_critical(level: float, freedom: float) -> float:
 
 
 def chi_square_power(noncentrality: float, freedom: float, critical: float) -> float:
-    """P(noncentral chi-square > critical): chi-squares of more degrees, weighted by a Poisson law."""
-    half = noncentrality / 2
+    """P(noncentral chi-square > critical): chi-squares of more degrees, weighted by a Poisson law.
+
+    Each two degrees more add one term to the tail (Abramowitz and Stegun 26.4.8).
+    """
+    half, x = noncentrality / 2, critical / 2
+    if not half:
+        return chi_square_tail(critical, freedom)
     spread = 10 * math.sqrt(half) + 20
+    first = max(0, int(half - spread))
+    tail = chi_square_tail(critical, freedom + 2 * first)
     total = 0.0
-    for j in range(max(0, int(half - spread)), int(half + spread)):
-        weight = math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half else float(j == 0)
-        total += weight * chi_square_tail(critical, freedom + 2 * j)
+    for j in range(first, int(half + spread)):
+        total += math.exp(j * math.log(half) - half - math.lgamma(j + 1)) * tail
+        a = freedom / 2 + j
+        tail += math.exp(a * math.log(x) - x - math.lgamma(a + 1))
     return min(total, 1.0)
 
 
