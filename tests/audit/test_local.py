@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.audit import local
 from outrider.audit.command import AuditOptions, run
 from outrider.audit.law import next_token_probs, text_law
 from outrider.audit.results import Comparison, Status
@@ -40,11 +41,12 @@ def test_a_sound_model_passes_every_check_of_texts(tiny_llama: Path) -> None:
     assert any(line.startswith("draft_model, K = 8") for line in said)
 
 
-def test_the_distributions_of_a_sound_model_pass(tiny_llama: Path) -> None:
+def test_the_distributions_of_a_sound_model_pass(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "CONTEXTS", local.CONTEXTS[:1])
     report = run(ask(tiny_llama, checks=("distribution",), draws=200), lambda _: None)
     assert report.exit_code == 0, report.conclusion
-    assert len(report.results) == 3 * (2 + 2 * 5)
-    assert sum(one.status is Status.FINE for one in report.results) >= 30, report.document()
+    assert len(report.results) == 3 * (2 + 5)
+    assert sum(one.status is Status.FINE for one in report.results) >= 18, report.document()
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def settings_of(rule: AcceptanceRule) -> list[Setting]:
         # Drafter and target agree on what is possible and on nothing else.
         Setting("four words", replace(plain, temperature=1.5, top_k=None), few_words=4, share=0.25),
         Setting("temperature, top_k", plain, share=0.25),
-        Setting("few draft_probs, K = 2", plain, num_speculative_tokens=2, top_n=2, share=0.25),
-        Setting("greedy drafts", plain, drafting="greedy", share=0.25),
-        Setting("every parameter", penalised, share=0.25),
+        Setting("few draft_probs, K = 2", plain, num_speculative_tokens=2, top_n=2, share=0.125),
+        Setting("greedy drafts", plain, drafting="greedy", share=0.125),
+        Setting("every parameter", penalised, share=0.125),
     ]
 
 
@@ -236,11 +236,11 @@ def sample(
     drafter = drafter_over(drafts, setting.speculative)
     lockstep = Lockstep(engine, drafter, setting.num_speculative_tokens)
     count = max(SHORTEST_RUN, int(draws * setting.share))
-    sampling = setting.over(target.next_logits([prompt])[0].tolist())
+    sampling = setting.over(target.score([prompt])[0].tolist())
     drawn: Drawn = lockstep.draw(
         prompt, sampling, range(first_seed, first_seed + count), length=LENGTH, progress=progress
     )
-    law = text_law(target.next_logits, sampling, prompt=prompt, length=LENGTH)
+    law = text_law(target.score, sampling, prompt=prompt, length=LENGTH)
     return Sampled(
         f"{setting.sampling.rule}: {setting.name}", count, drawn.drafted, drawn.accepted, _parts(drawn, law)
     )

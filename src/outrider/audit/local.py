@@ -11,7 +11,7 @@ from outrider.audit import distribution, quality
 from outrider.audit.divergence import Explainer, Recomputed
 from outrider.audit.greedy import Reference
 from outrider.audit.results import Comparison, Divergence, Result, Verdict, first_difference
-from outrider.audit.slice_model import RealScore, likely_words
+from outrider.audit.slice_model import RealScore, Remembered, likely_words
 from outrider.audit.workload import in_groups, options
 from outrider.config import LocalConfig, parse
 from outrider.contracts import TargetInfo
@@ -98,7 +98,8 @@ class LocalAudit:
         for context in CONTEXTS:
             prompt = tuple(tokenizer.encode(context))
             words = likely_words(target, prompt, size=SLICE_WORDS)
-            score = target.on(words)
+            score = Remembered(target.on(words))
+            draft_score = None if drafter is None else Remembered(drafter.on(words))
             place = {word: index for index, word in enumerate(words)}
             for rule in AcceptanceRule:
                 for setting in distribution.settings_of(rule):
@@ -110,7 +111,7 @@ class LocalAudit:
                             prompt=tuple(place[token] for token in prompt),
                             setting=setting,
                             draws=self.draws,
-                            draft_score=None if drafter is None else drafter.on(words),
+                            draft_score=draft_score,
                         )
                     )
         return list(distribution.judge(samples))

@@ -27,9 +27,37 @@ MOST_PREFIXES = 1 << 16
 
 SCORING_BLOCKS = 64
 
+NOTHING_HELD = -1  # no token: whoever reads it was told a wrong length, and its score fails
+
+
+class Remembered:
+    """A `Score` that asks another once a prefix."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._known: dict[Prefix, int] = {}
+        self._logits: Tensor | None = None
+
+    @classmethod
+    def of(cls, score: Score) -> Remembered:
+        return score if isinstance(score, cls) else cls(score)
+
+    def __call__(self, prefixes: Sequence[Prefix]) -> Tensor:
+        missing = list(dict.fromkeys(prefix for prefix in prefixes if prefix not in self._known))
+        if missing:
+            if len(self._known) + len(missing) > MOST_PREFIXES:
+                self._known, self._logits = {}, None
+                missing = list(dict.fromkeys(prefixes))
+            for number, prefix in enumerate(missing, start=len(self._known)):
+                self._known[prefix] = number
+            fresh = self._score(missing)
+            self._logits = fresh if self._logits is None else torch.cat([self._logits, fresh])
+        assert self._logits is not None
+        return self._logits[[self._known[prefix] for prefix in prefixes]]
+
 
 class SliceModel:
-    """A `CausalModel` whose logits come from `score`, asked once a prefix."""
+    """A `CausalModel` whose logits come from a `Score`."""
 
     def __init__(self, score: Score, *, vocab_size: int, max_model_len: int, block_size: int = 16) -> None:
         self.vocab_size = vocab_size
@@ -38,16 +66,14 @@ class SliceModel:
         self.numerics: Numerics = "strict"  # a prefix has one row, whoever asks
         self.device = torch.device("cpu")
         self.dtype = torch.float32
-        self._score = score
-        self._held = torch.zeros(0, block_size, dtype=torch.int64)
-        self._known: dict[Prefix, int] = {}
-        self._logits = torch.zeros(0, vocab_size)
+        self.score = Remembered.of(score)
+        self._held: list[list[int]] = []  # token ids by block and place
 
     def bytes_per_block(self) -> int:
         return 8 * self.block_size
 
     def allocate(self, num_blocks: int) -> None:
-        self._held = torch.full((num_blocks, self.block_size), -1, dtype=torch.int64)
+        self._held = [[NOTHING_HELD] * self.block_size for _ in range(num_blocks)]
 
     def forward(self, batch: Batch) -> Tensor:
         tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
@@ -55,27 +81,17 @@ class SliceModel:
         prefixes: list[Prefix] = []
         for span in batch.spans:
             rows = range(span.start, span.start + span.rows)
-            at = torch.tensor([positions[row] for row in rows])
-            blocks = torch.tensor(span.blocks)[at // self.block_size]
-            self._held[blocks, at % self.block_size] = torch.tensor([tokens[row] for row in rows])
-            held: list[int] = self._held[list(span.blocks)].flatten().tolist()
+            for row in rows:
+                block, place = divmod(positions[row], self.block_size)
+                self._held[span.blocks[block]][place] = tokens[row]
+            held = [token for block in span.blocks for token in self._held[block]]
             # By the contract row i of a span sees up to itself, and the last one `length` tokens.
             prefixes += [
                 tuple(held[: span.length - span.rows + 1 + i]) for i, row in enumerate(rows) if row in wanted
             ]
-        return self.next_logits(prefixes)
-
-    def next_logits(self, prefixes: Sequence[Prefix]) -> Tensor:
-        """(len(prefixes), W) float32; what is not known yet is scored in one batch."""
-        missing = list(dict.fromkeys(prefix for prefix in prefixes if prefix not in self._known))
-        if missing:
-            if len(self._known) + len(missing) > MOST_PREFIXES:
-                self._known, self._logits = {}, self._logits[:0]
-                missing = list(dict.fromkeys(prefixes))
-            for number, prefix in enumerate(missing, start=len(self._logits)):
-                self._known[prefix] = number
-            self._logits = torch.cat([self._logits, self._score(missing)])
-        return self._logits[[self._known[prefix] for prefix in prefixes]]
+        if not prefixes:
+            return torch.zeros(0, self.vocab_size)
+        return self.score(prefixes)
 
 
 class RealScore:
