@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
+from outrider.audit.greedy import Reference
 from outrider_serve import cli
 
 QUICKSTART = Path(__file__).parents[1] / "manifests" / "quickstart.yaml"
@@ -123,6 +125,61 @@ def test_a_cluster_that_asks_for_a_token_exits_2_and_names_the_setting(run: Run)
         thread.join(timeout=10)
     assert code == 2
     assert "set RAY_AUTH_MODE=token" in err
+
+
+def test_an_audit_shows_its_table_keeps_its_json_and_exits_0(
+    run: Run, tiny_llama: Path, tmp_path: Path
+) -> None:
+    kept, asked = tmp_path / "audit.json", tmp_path / "prompts.jsonl"
+    asked.write_text('{"prompt": "the router drafts"}\n"a b a b a b"\n')
+    options = ["--prompts", "2", "--prompt-file", str(asked), "--tokens", "8", "--json", str(kept)]
+    code, out, err = run(
+        "audit", "--model", str(tiny_llama), "--numerics", "strict", "--check", "greedy", *options
+    )
+    assert code == 0
+    assert "no defect in 1 checks: 1 fine" in out
+    assert "greedy: transformers, 2 of 2" in err
+    assert json.loads(kept.read_text())["results"][0]["compared"] == 2
+
+
+def test_an_audit_that_finds_a_defect_exits_1(
+    run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Reference.generate
+
+    def wrong(self: Reference, *arguments: Any) -> list[tuple[int, ...]]:
+        return [(*text[:-1], (text[-1] + 1) % 300) for text in real(self, *arguments)]
+
+    monkeypatch.setattr(Reference, "generate", wrong)
+    code, out, _ = run(
+        "audit", "--model", str(tiny_llama), "--prompts", "1", "--tokens", "4", "--check", "greedy"
+    )
+    assert code == 1
+    assert "1 of 1 checks found defects" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--model is missing"),
+        (["--model", "no-such-model"], "neither a folder with a config.json nor one of"),
+        (["--model", "smollm2", "--check", "speed"], "there are greedy, identity, distribution, quality"),
+        (["--url", "localhost:8000"], "an address such as http://localhost:8000"),
+        (["--url", "http://localhost:8000", "--numerics", "strict"], "--numerics is for an audit in process"),
+        (["--model", "smollm2", "--dtype", "int4"], "dtype"),
+    ],
+)
+def test_an_audit_of_nothing_sensible_exits_2(run: Run, options: list[str], said: str) -> None:
+    code, _, err = run("audit", *options)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_an_audit_of_a_service_that_is_not_there_exits_1(run: Run) -> None:
+    code, _, err = run("audit", "--url", "http://127.0.0.1:9")
+    assert code == 1
+    assert "gave no answer" in err
 
 
 def test_models_are_listed_with_their_state(

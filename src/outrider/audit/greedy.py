@@ -5,6 +5,7 @@ Two implementations round differently, so in 16 bits texts may part at a tie; `d
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ class Reference:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model = self._model.to(device).eval()
         self.resolution = float(torch.finfo(getattr(torch, dtype)).eps)
+        # Named past_key_values in releases before 5.24.
+        arguments = inspect.signature(self._model.forward).parameters
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
         self._device = device
         self._eos = list(eos)
 
@@ -53,11 +57,14 @@ class Reference:
     @torch.inference_mode()
     def ways(self, prefix: Sequence[int]) -> dict[str, Tensor]:
         """Logits after a prefix: computed whole, and its last token on top of a cache."""
+        from transformers import DynamicCache
+
         ids = torch.tensor([list(prefix)], device=self._device)
         whole = self._model(ids).logits[0, -1]
         ways = {"transformers, whole": whole.float().cpu()}
         if len(prefix) > 1:
-            cache = self._model(ids[:, :-1], use_cache=True).past_key_values
-            step = self._model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
+            cache = {self._cache_argument: DynamicCache(config=self._model.config)}
+            self._model(ids[:, :-1], use_cache=True, **cache)
+            step = self._model(ids[:, -1:], use_cache=True, **cache).logits[0, -1]
             ways["transformers, one token"] = step.float().cpu()
         return ways
