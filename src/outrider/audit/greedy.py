@@ -23,7 +23,7 @@ class Reference:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model = self._model.to(device).eval()
         self.resolution = float(torch.finfo(getattr(torch, dtype)).eps)
-        # Named past_key_values in releases before 5.24.
+        # Renamed between releases that we support.
         arguments = inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
         self._device = device
