@@ -5,15 +5,15 @@ thread of its own (`GrammarCompiler`) and keeps a matcher a sequence (`GrammarSt
 a verify block the mask that follows from the drafts before it. The matcher only ever advances over committed
 tokens.
 
-JSON is generated without freedom of whitespace, `{"a": 1, "b": [2, 3]}`: a model that may write spaces may
-write nothing else (public reports of endless spaces). No token with a control character is allowed in it. A
-JSON object is an object at the top, as OpenAI has it.
+JSON is generated without freedom of whitespace (xgrammar's `any_whitespace=False`), `{"a": 1, "b": [2, 3]}`:
+a model that may write spaces may write nothing else (public reports of endless spaces). No token with a
+control character is allowed in it, and special tokens in no text. A JSON object is an object at the top, as
+OpenAI has it.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,29 +21,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import RequestError
+from outrider.grammar_limits import MAX_PATTERN_LENGTH, check_regex, check_schema, with_lines
 from outrider.messages import Grammar
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
+    from xgrammar import CompiledGrammar, GrammarMatcher
     from xgrammar import GrammarCompiler as XGrammarCompiler
 
-MAX_GRAMMAR_BYTES = 64 << 10
+MAX_GRAMMAR_BYTES = {
+    "json_object": 0,
+    "json_schema": 64 << 10,
+    "regex": 4 * MAX_PATTERN_LENGTH,
+    "ebnf": 16 << 10,
+}
+"""By kind: what compiles within the time that the verifier gives it."""
+
 CACHED_GRAMMARS = 64
 
 _ANY_OBJECT = '{"type": "object"}'
-
-# Keywords that change which documents are valid and that xgrammar does not look at.
-_IGNORED_KEYWORDS = frozenset(
-    {
-        "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains",
-        "minContains", "maxContains", "uniqueItems", "multipleOf", "unevaluatedItems", "propertyNames",
-        "contentEncoding", "contentMediaType", "contentSchema",
-    }
-)  # fmt: skip
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "additionalItems")
 
 
 def check(grammar: Grammar) -> None:
@@ -51,40 +47,27 @@ def check(grammar: Grammar) -> None:
 
     Needs no tokenizer. The caller knows which field it was.
     """
-    size = len(grammar.text.encode())
-    if size > MAX_GRAMMAR_BYTES:
-        raise RequestError(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
+    if grammar.kind not in MAX_GRAMMAR_BYTES:
+        raise RequestError(f"a grammar's kind is {grammar.kind!r}: allowed is {', '.join(MAX_GRAMMAR_BYTES)}")
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"the {grammar.kind} has half a character (a lone surrogate)") from None
+    if size > MAX_GRAMMAR_BYTES[grammar.kind]:
+        limit = MAX_GRAMMAR_BYTES[grammar.kind]
+        raise RequestError(f"the {grammar.kind} has {size} bytes; at most {limit} are taken")
     if grammar.kind == "json_schema":
         try:
             schema = json.loads(grammar.text)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the schema is no JSON: {error}") from None
-        _refuse_ignored(schema, "schema")
+        check_schema(schema)
+    if grammar.kind == "regex":
+        check_regex(grammar.text)
     try:
         _parsed(grammar)
     except RuntimeError as error:  # what xgrammar raises for every fault
         raise RequestError(f"the {grammar.kind} cannot be used: {_reason(error)}") from None
-
-
-def _refuse_ignored(schema: Any, place: str) -> None:
-    """Name the first keyword that would be ignored: the text could then break the schema unseen."""
-    if not isinstance(schema, dict):
-        return
-    for key in schema:
-        if key in _IGNORED_KEYWORDS:
-            raise RequestError(f"{place}.{key} is not supported: leave the keyword out")
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        raise RequestError(f"{place}.allOf with several schemas is not supported: merge them into one")
-    for key in _SCHEMAS_BY_NAME:
-        if isinstance(schema.get(key), dict):
-            for name, inner in schema[key].items():
-                _refuse_ignored(inner, f"{place}.{key}.{name}")
-    for key in _SCHEMA_LISTS:
-        if isinstance(schema.get(key), list):
-            for index, inner in enumerate(schema[key]):
-                _refuse_ignored(inner, f"{place}.{key}[{index}]")
-    for key in _SCHEMAS:
-        _refuse_ignored(schema.get(key), f"{place}.{key}")
 
 
 def _reason(error: RuntimeError) -> str:
@@ -102,7 +85,7 @@ def _parsed(grammar: Grammar) -> Any:
         case "json_schema":
             return xgrammar.Grammar.from_json_schema(grammar.text, any_whitespace=False)
         case "regex":
-            return xgrammar.Grammar.from_regex(grammar.text)
+            return xgrammar.Grammar.from_regex(with_lines(grammar.text))
         case "ebnf":
             return xgrammar.Grammar.from_ebnf(grammar.text)
 
@@ -110,11 +93,11 @@ def _parsed(grammar: Grammar) -> Any:
 class GrammarState:
     """Where one sequence's text is in its grammar."""
 
-    def __init__(self, compiled: CompiledGrammar, vocab_size: int, plain: Tensor | None) -> None:
-        """`plain`: bitmask (words,) of the only tokens that may occur; None: all."""
+    def __init__(self, compiled: CompiledGrammar, vocab_size: int, candidates: Tensor) -> None:
+        """`candidates`: bitmask (words,) int32 of the only tokens that may occur, by the grammar's kind."""
         import xgrammar
 
-        self._plain = plain
+        self._candidates = candidates
         self._matcher: GrammarMatcher = xgrammar.GrammarMatcher(compiled)
         self._vocab_size = vocab_size
 
@@ -144,8 +127,7 @@ class GrammarState:
             if self.terminated:
                 break
             self._matcher.fill_next_token_bitmask(masks, row)
-            if self._plain is not None:
-                masks[row] &= self._plain
+            masks[row] &= self._candidates
             if row == len(drafts) or not self._accept(drafts[row]):
                 break
             taken += 1
@@ -169,7 +151,7 @@ class GrammarState:
     def _accept(self, token: int) -> bool:
         if not 0 <= token < self._vocab_size:
             return False
-        if self._plain is not None and not int(self._plain[token // 32]) >> (token % 32) & 1:
+        if not int(self._candidates[token // 32]) >> (token % 32) & 1:
             return False
         return bool(self._matcher.accept_token(token))
 
@@ -182,59 +164,54 @@ class GrammarCompiler:
         self._folder = tokenizer_folder
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
-        self._compiler: XGrammarCompiler | None = None
-        self._plain: Tensor | None = None  # tokens without a control character, once compiled
+        self._vocabulary: _Vocabulary | None = None  # made for the first grammar
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._lock = threading.Lock()
 
     def submit(self, grammar: Grammar) -> Future[GrammarState]:
         """A matcher at the start of the text, once compiled; the future has the error where it cannot be."""
         return self._thread.submit(self._state, grammar)
 
     def _state(self, grammar: Grammar) -> GrammarState:
-        with self._lock:
-            compiled = self._cache.get(grammar)
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(self._folder, self._vocab_size)
+        compiled = self._cache.get(grammar)
         if compiled is None:
-            compiled = self._compile(grammar)
-        with self._lock:
-            self._cache[grammar] = compiled
-            self._cache.move_to_end(grammar)
-            while len(self._cache) > CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        json_only = grammar.kind in ("json_object", "json_schema")
-        return GrammarState(compiled, self._vocab_size, self._plain if json_only else None)
+            compiled = self._vocabulary.compiler.compile_grammar(_parsed(grammar))
+        self._cache[grammar] = compiled
+        self._cache.move_to_end(grammar)
+        while len(self._cache) > CACHED_GRAMMARS:
+            self._cache.popitem(last=False)
+        in_json = grammar.kind in ("json_object", "json_schema")
+        candidates = self._vocabulary.in_json if in_json else self._vocabulary.written
+        return GrammarState(compiled, self._vocab_size, candidates)
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        import xgrammar
 
-        if self._compiler is None:
-            info = self._tokenizer_info()
-            self._plain = _without_control_characters(info)
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        return self._compiler.compile_grammar(_parsed(grammar))
+class _Vocabulary:
+    """A tokenizer as xgrammar needs it, and which of its tokens may occur: bitmasks (words,) int32."""
 
-    def _tokenizer_info(self) -> TokenizerInfo:
+    def __init__(self, folder: str | Path, size: int) -> None:
         import xgrammar
 
         from outrider.text import Tokenizer
 
-        tokenizer = Tokenizer(self._folder)
-        ends = [token for token in tokenizer.eos_token_ids if token < self._vocab_size]
-        return xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer.hf, vocab_size=self._vocab_size, stop_token_ids=ends
+        tokenizer = Tokenizer(folder)
+        ends = [token for token in tokenizer.eos_token_ids if token < size]
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer.hf, vocab_size=size, stop_token_ids=ends)
+        self.compiler: XGrammarCompiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        # xgrammar takes a special token for the text of its name, and the client never sees that text.
+        written = [token in ends or tokenizer.is_visible(token) for token in range(size)]
+        self.written = _bitmask(written)
+        # It lets control characters into strings that have a length, and JSON forbids them.
+        texts = info.decoded_vocab
+        self.in_json = _bitmask(
+            [seen and all(byte >= 0x20 for byte in text) for seen, text in zip(written, texts, strict=True)]
         )
 
 
-def _without_control_characters(info: TokenizerInfo) -> Tensor:
-    """Bitmask (words,) int32 of the tokens that JSON strings may hold unescaped.
-
-    xgrammar lets control characters into strings that have a length, and JSON forbids them.
-    """
+def _bitmask(tokens: Sequence[bool]) -> Tensor:
     import numpy as np
     import torch
 
-    vocabulary = info.decoded_vocab
-    plain = np.ones(-(-info.vocab_size // 32) * 32, dtype=np.uint8)
-    for token, text in enumerate(vocabulary):
-        plain[token] = not any(byte < 0x20 for byte in text)
-    return torch.from_numpy(np.packbits(plain, bitorder="little").view("<i4").astype(np.int32))
+    bits = np.zeros(-(-len(tokens) // 32) * 32, dtype=np.uint8)
+    bits[: len(tokens)] = tokens
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view("<i4").astype(np.int32))
