@@ -31,6 +31,7 @@ from outrider.errors import GenerationError, OutriderError, OverloadedError, Req
 from outrider.generation import Chunk, GenerationRequest
 from outrider.inprocess import Completion, complete
 from outrider.messages import (
+    AcceptanceRule,
     Close,
     DraftOrder,
     FinishReason,
@@ -292,13 +293,18 @@ async def serve(tiny_llama: Path, tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         max_tokens: int = MAX_TOKENS,
         limits: dict[str, Any] | None = None,
         planner: dict[str, Any] | None = None,
+        rule: AcceptanceRule = AcceptanceRule.COUPLED,
     ) -> Service:
         """A service whose drafters use `method`, or `plugin`, in a pool or in process; none without both."""
         target = TargetInfo(str(tiny_llama), load(tiny_llama, -1).vocab_size, MAX_MODEL_LEN, "float32", "cpu")
         if method in ("oracle", "scripted", "anti"):
             extra = {"continuations": {PROMPT: plain(tiny_llama, max_tokens)}} | (extra or {})
         config = method and SpeculativeConfig(
-            method=method, num_speculative_tokens=K, prompt_lookup_min=1, extra=extra or {}
+            method=method,
+            num_speculative_tokens=K,
+            prompt_lookup_min=1,
+            rejection_sample_method=rule,
+            extra=extra or {},
         )
         options: dict[str, Any] = {"limits": limits or {}, "planner": {"gate_ms": gate_ms} | (planner or {})}
         if config:
@@ -1121,6 +1127,110 @@ async def test_a_stop_string_ends_the_text_and_frees_both_workers(
     assert stop in tokenizer.decode(done.tokens)
     assert stop not in tokenizer.decode(done.tokens[:-1])
     assert len(done.drafted) == len(done.tokens) == done.stats.completion_tokens
+
+
+async def test_what_a_slow_reader_has_not_seen_behind_a_stop_string_counts_for_nothing(
+    serve: Serve, truth: tuple[int, ...], tokenizer: Tokenizer
+) -> None:
+    """Public reports 16 and 18: the rounds ran ahead of the text, and the answer ends at its stop string."""
+    service = serve(None)
+    stop = next(s for at in range(8, 30) if len(s := tokenizer.decode(truth[at : at + 1]).strip()) > 1)
+    plain = await service.run(stop=(stop,))
+    seen = list(service.verifiers.workers[0].heard)
+    generation = service.start(stop=(stop,), prediction=truth, logprobs=1)
+    chunks = [await first(generation)]
+    (leg,) = service.verifiers.legs[1:]
+    await until(lambda: any(verdict.finish for verdict in leg.worker.heard[len(seen) :]))
+    chunks += [chunk async for chunk in generation]
+    stats = generation.stats
+    drafted = [flag for chunk in chunks for flag in chunk.drafted]
+    tokens = tuple(token for chunk in chunks for token in chunk.tokens)
+    assert ("".join(chunk.text for chunk in chunks), tokens) == (plain.text, plain.tokens)
+    assert chunks[-1].finish == FinishReason.STOP
+    assert stats.completion_tokens == len(tokens) == sum(len(chunk.logprobs) for chunk in chunks)
+    assert stats.accepted_prediction_tokens == sum(drafted) < len(tokens) < stats.predicted_drafts
+    assert stats.rejected_prediction_tokens == 0
+
+
+async def test_a_stop_string_frees_the_workers_before_the_reader_takes_the_last_chunk(
+    serve: Serve, truth: tuple[int, ...], tokenizer: Tokenizer
+) -> None:
+    service = serve(None)
+    stop = tokenizer.decode(truth[:12]).strip()[-2:]
+    generation = service.start(stop=(stop,))
+    while (await first(generation)).finish is None:
+        pass
+    (leg,) = service.verifiers.legs
+    assert len(leg.closes) == 1
+    await generation.aclose()
+
+
+@pytest.mark.parametrize("rule", list(AcceptanceRule))
+async def test_the_services_rule_reaches_both_workers_and_the_gate_is_its_own(
+    serve: Serve, truth: tuple[int, ...], rule: AcceptanceRule
+) -> None:
+    service = serve("oracle", rule=rule, planner={"draft_timeout_s": 20.0})
+    greedy = await service.run()
+    assert greedy.tokens == truth
+    sampled = await service.run(sampling=SAMPLED, logprobs=2, stop_token_ids=(5,), min_tokens=3)
+    assert len(sampled.logprobs) == len(sampled.tokens)
+    (verify,), (draft,) = service.verifiers.legs[1:], service.drafters.legs[1:]
+    assert verify.opening.sampling == draft.opening.sampling == replace(SAMPLED, rule=rule)
+    assert verify.opening.limits.min_tokens == 3
+    assert 5 in verify.opening.limits.stop_token_ids
+    assert (verify.opening.logprobs, draft.opening.logprobs) == (2, None)
+    gates = {plan.gate_s for plan in service.verifiers.sent(Plan) if plan.sequence == verify.opening.sequence}
+    assert gates == {PATIENT_MS / 1000 if rule is AcceptanceRule.COUPLED else 20.0}
+    orders = [message for message in verify.sent if isinstance(message, VerifyOrder) and message.tokens]
+    assert orders
+    assert all((order.draft_probs is not None) == (rule is not AcceptanceRule.COUPLED) for order in orders)
+
+
+@pytest.mark.parametrize("rule", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
+async def test_a_drafter_that_answers_nobody_is_left_under_a_ratio_rule_public_report_39(
+    serve: Serve, truth: tuple[int, ...], rule: AcceptanceRule
+) -> None:
+    service = serve("oracle", rule=rule, gate_ms=HASTY_MS, planner={"draft_timeout_s": 0.05})
+    service.drafters.workers[0].inward = lambda message: []
+    greedy = await service.run()
+    assert greedy.tokens == truth
+    sampled = await service.run(sampling=SAMPLED)
+    assert len(sampled.tokens) == MAX_TOKENS
+    assert sampled.stats.rounds == 0
+    assert sampled.stats.fallback is not None
+    assert sampled.stats.fallback.startswith("drafter lost: silent for")
+    assert len(service.drafters.legs[-1].closes) == 1
+
+
+async def test_a_request_without_ends_of_its_own_has_the_models(serve: Serve, tokenizer: Tokenizer) -> None:
+    service = serve(None)
+    await service.run(max_tokens=3)
+    await service.run(max_tokens=3, ignore_eos=True)
+    kept, ignored = (leg.opening.limits.stop_token_ids for leg in service.verifiers.legs)
+    assert kept == tokenizer.eos_token_ids
+    assert ignored == ()
+
+
+async def test_a_rehomed_request_keeps_its_fields_and_reports_each_logprob_once(
+    serve: Serve, truth: tuple[int, ...]
+) -> None:
+    """All that a verifier needs to go on exactly: seed, penalties, limits, the wish for logprobs."""
+    fields: dict[str, Any] = {
+        "sampling": replace(SAMPLED, frequency_penalty=0.7, logit_bias=((7, -3.0),)),
+        "logprobs": 2,
+        "prediction": truth,
+        "min_tokens": 5,
+    }
+    whole = await serve(None).run(**fields)
+    service = serve(None, verifiers=2)
+    service.verifiers.workers[0].at(20, service.verifiers.workers[0].kill)
+    done = await service.run(**fields)
+    lost, found = (leg.opening for leg in service.verifiers.legs)
+    assert (done.tokens, done.text) == (whole.tokens, whole.text)
+    assert len(done.logprobs) == len(done.tokens)
+    assert [entry.top[0][0] for entry in done.logprobs] == [entry.top[0][0] for entry in whole.logprobs]
+    assert found == replace(lost, epoch=1, committed=done.tokens[: len(found.committed)], plan=found.plan)
+    assert len(found.committed) >= 20
 
 
 async def test_a_request_without_drafts_leases_no_drafter(serve: Serve, truth: tuple[int, ...]) -> None:

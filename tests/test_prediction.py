@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import outrider
 import outrider.messages
 from outrider.errors import RequestError
-from outrider.speculation.prediction import Prediction
+from outrider.speculation.prediction import LONGEST_MATCH, PLACES_COMPARED, Prediction
 
 GUESS = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -152,3 +152,20 @@ def test_choices_of_one_seed_differ_and_greedy_ones_do_not_public_report_45(conf
     assert len(set(sampled)) == 3
     assert again == sampled[1]
     assert len(greedy) == 1
+
+
+@pytest.mark.parametrize("wanted", [[7] * 5000, [7, 8] * 2500])
+def test_a_prediction_of_one_phrase_costs_a_bounded_look_each_time(wanted: list[int]) -> None:
+    """A million comparisons a token would hold up the router's other streams."""
+
+    class Counting(list[int]):
+        looks = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Counting.looks += 1
+            return super().__getitem__(index)
+
+    prediction = Prediction(wanted)
+    output = Counting([9, *wanted[:12]])
+    assert prediction.continuation(output, 4) == tuple(wanted[:4])
+    assert Counting.looks < 2 * PLACES_COMPARED * LONGEST_MATCH

@@ -11,6 +11,7 @@ import pytest
 from outrider.contracts import Draft, DraftContext
 from outrider.generation import GenerationRequest, GenerationStats
 from outrider.messages import (
+    AcceptanceRule,
     Close,
     DraftOrder,
     FinishReason,
@@ -23,13 +24,22 @@ from outrider.messages import (
     Verdict,
     VerifyOrder,
 )
-from outrider.speculation.sequential import MISSED_GATES_ALLOWED, PAUSE_TOKENS, Committed, SequentialRounds
+from outrider.sampling.draft_probs import certain
+from outrider.speculation.sequential import (
+    MISSED_GATES_ALLOWED,
+    PAUSE_TOKENS,
+    TIMEOUTS_ALLOWED,
+    Committed,
+    SequentialRounds,
+)
 
 PROMPT = (1, 2, 3)
 K = 4
 GATE_S = 0.5
 GATED = Plan("s", 0, K, GATE_S)
 FREE = Plan("s", 0)
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK = SamplingParams(rule=AcceptanceRule.BLOCK)
 
 
 class RecordingLeg:
@@ -67,9 +77,15 @@ class Plugin:
         self.forgotten.append(sequence)
 
 
-def make(drafter: Plugin | None = None, *, num_tokens: int = K) -> tuple[SequentialRounds, GenerationStats]:
+def make(
+    drafter: Plugin | None = None,
+    *,
+    num_tokens: int = K,
+    sampling: SamplingParams = GREEDY,
+    prediction: tuple[int, ...] = (),
+) -> tuple[SequentialRounds, GenerationStats]:
     stats = GenerationStats()
-    request = GenerationRequest(PROMPT, max_tokens=100, sampling=SamplingParams(temperature=0.0))
+    request = GenerationRequest(PROMPT, max_tokens=100, sampling=sampling, prediction=prediction)
     rounds = SequentialRounds(
         "s", request, num_tokens=num_tokens, gate_s=GATE_S, drafter=drafter, stats=stats
     )
@@ -80,9 +96,9 @@ def opening(committed: tuple[int, ...] = (), epoch: int = 0) -> Open:
     return Open("s", epoch, PROMPT, committed, SamplingParams(), Limits(100), FREE)
 
 
-def with_drafter() -> tuple[SequentialRounds, GenerationStats, RecordingLeg, RecordingLeg]:
+def with_drafter(**given: Any) -> tuple[SequentialRounds, GenerationStats, RecordingLeg, RecordingLeg]:
     """Rounds with both legs attached, before the first verdict; what attaching sent is taken."""
-    rounds, stats = make()
+    rounds, stats = make(**given)
     verifier, drafter = RecordingLeg(), RecordingLeg()
     rounds.attach_verifier(verifier, rounds.plan)
     rounds.attach_drafter(drafter, opening())
@@ -257,7 +273,7 @@ def test_accepted_drafts_are_flagged_and_counted() -> None:
     rounds, stats, _, _ = with_drafter()
     rounds.on_verdict(verdict(3, 4))
     committed = rounds.on_verdict(verdict(4, 5, 6, 7, drafted=4, accepted=2))
-    assert committed == Committed((5, 6, 7), (True, True, False))
+    assert committed == Committed((5, 6, 7), (True, True, False), rejected=2)
     rounds.on_verdict(verdict(7, 8, drafted=3, accepted=0))
     assert (stats.steps, stats.rounds, stats.draft_tokens, stats.accepted_tokens) == (3, 2, 7, 2)
     assert stats.accepted_per_position == [1, 1]
@@ -547,3 +563,182 @@ def test_a_plugin_that_cannot_forget_does_not_keep_the_verifier(caplog: pytest.L
     rounds.close(cancelled=True)
     assert verifier.take() == [close(cancelled=True)]
     assert "could not forget s" in caplog.text
+
+
+def test_a_plugin_of_older_times_that_answers_with_lists_fails_softly_and_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Older(Plugin):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[Any]:
+            return [[5, 6] for _ in contexts]
+
+    rounds, stats = make(Older(lambda context: ()))
+    verifier = RecordingLeg()
+    rounds.attach_verifier(verifier, rounds.plan)
+    assert rounds.on_verdict(verdict(3, 4)) == Committed((4,), (False,))
+    assert verifier.take() == [FREE]
+    assert stats.fallback == "the drafter failed: AttributeError"
+    assert "decodes plainly" in caplog.text
+    assert "'list' object has no attribute 'tokens'" in caplog.text
+
+
+def test_a_plugin_is_told_where_the_prompt_ends() -> None:
+    lengths: list[int] = []
+
+    def answer(context: DraftContext) -> tuple[int, ...]:
+        lengths.append(context.prompt_len)
+        return ()
+
+    rounds, _ = make(Plugin(answer))
+    rounds.on_verdict(verdict(3, 4))
+    rounds.on_verdict(verdict(4, 5))
+    assert lengths == [3, 3]
+
+
+# ---- the ratio rules ------------------------------------------------------------------------------------
+
+
+def test_distributions_go_with_their_drafts() -> None:
+    rounds, _, verifier, _ = with_drafter(sampling=BLOCK)
+    rounds.on_verdict(verdict(3, 4))
+    rounds.on_proposal(Proposal("s", 0, 4, (5, 6), draft_probs=certain((5, 6))))
+    assert verifier.take() == [VerifyOrder("s", 0, 4, (5, 6), draft_probs=certain((5, 6)))]
+
+
+def test_distributions_of_a_plugin_in_this_process_are_sent_where_the_rule_needs_them() -> None:
+    class Certain(Plugin):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[Any]:
+            return [Draft((5, 6), certain((5, 6))) for _ in contexts]
+
+    for sampling, probs in ((BLOCK, certain((5, 6))), (GREEDY, None)):
+        rounds, _ = make(Certain(lambda context: ()), sampling=sampling)
+        verifier = RecordingLeg()
+        rounds.attach_verifier(verifier, rounds.plan)
+        rounds.on_verdict(verdict(3, 4))
+        assert verifier.take() == [VerifyOrder("s", 0, 4, (5, 6), draft_probs=probs)]
+
+
+def test_distributions_that_are_not_packed_cost_the_drafter_and_reach_no_verifier() -> None:
+    class Unpacked(Plugin):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[Any]:
+            return [Draft((5,), [[1.0]]) for _ in contexts]  # type: ignore[arg-type]
+
+    rounds, stats = make(Unpacked(lambda context: ()), sampling=BLOCK)
+    verifier = RecordingLeg()
+    rounds.attach_verifier(verifier, rounds.plan)
+    rounds.on_verdict(verdict(3, 4))
+    assert verifier.take() == [FREE]
+    assert stats.fallback == "the drafter failed: TypeError"
+
+
+def test_a_late_proposal_is_dropped_under_a_ratio_rule_and_counted() -> None:
+    rounds, stats, verifier, _ = with_drafter(sampling=BLOCK)
+    rounds.on_proposal(Proposal("s", 0, 3, ()))
+    rounds.on_verdict(verdict(3, 4))
+    rounds.on_verdict(verdict(4, 5))
+    verifier.take()
+    rounds.on_proposal(Proposal("s", 0, 4, (5, 6), draft_probs=certain((5, 6))))
+    assert verifier.take() == []
+    assert stats.late_proposals == 1
+
+
+def test_a_silent_drafter_is_lost_under_a_ratio_rule_public_report_39() -> None:
+    """Waiting for it again and again would be as slow as it is; leaving it for a while would need a clock."""
+    rounds, stats, verifier, drafter = with_drafter(sampling=BLOCK)
+    for missed in range(TIMEOUTS_ALLOWED):
+        assert stats.fallback is None
+        rounds.on_verdict(verdict(3 + missed, 4))
+    assert stats.fallback == f"drafter lost: silent for {TIMEOUTS_ALLOWED} x {GATE_S:g} s"
+    assert verifier.take() == [FREE]
+    assert drafter.take()[-1] == close()
+    assert rounds.on_verdict(verdict(5, 6)) is not None
+    assert drafter.take() == []
+
+
+def test_drafts_that_never_were_are_counted_apart() -> None:
+    rounds, stats, _, _ = with_drafter()
+    rounds.on_verdict(verdict(3, 4, 5, drafted=1, accepted=1, invalid_drafts=3))
+    assert (stats.draft_tokens, stats.accepted_tokens, stats.invalid_drafts) == (1, 1, 3)
+
+
+# ---- the client's prediction ------------------------------------------------------------------------------
+
+PREDICTION = (4, 5, 6, 7, 8, 9)
+
+
+def test_a_prediction_is_asked_before_the_drafter_and_the_drafter_where_it_is_silent() -> None:
+    rounds, stats, verifier, drafter = with_drafter(prediction=PREDICTION)
+    drafter.take()
+    verifier.take()
+    rounds.on_verdict(verdict(3, 4))
+    assert verifier.take() == [order(4, 5, 6, 7, 8)]
+    assert drafter.take() == []
+    committed = rounds.on_verdict(verdict(4, 5, 6, 90, drafted=4, accepted=2))
+    assert committed == Committed((5, 6, 90), (True, True, False), predicted=True, rejected=2)
+    assert verifier.take() == []
+    assert drafter.take() == [ask(7, 4, 5, 6, 90)]
+    rounds.on_proposal(Proposal("s", 0, 7, (1,)))
+    committed = rounds.on_verdict(verdict(7, 6, 7, drafted=1, accepted=0))
+    assert committed == Committed((6, 7), (False, False), predicted=False, rejected=1)
+    assert (stats.draft_tokens, stats.predicted_drafts) == (5, 4)
+    assert verifier.take() == [order(7, 1), order(9, 8, 9)]
+
+
+def test_a_prediction_alone_gates_the_sequence_until_it_has_nothing_to_say() -> None:
+    rounds, _ = make(prediction=PREDICTION)
+    verifier = RecordingLeg()
+    assert rounds.plan == GATED
+    rounds.attach_verifier(verifier, rounds.plan)
+    rounds.on_verdict(verdict(3, 4))
+    assert verifier.take() == [order(4, 5, 6, 7, 8)]
+    rounds.on_verdict(verdict(4, 90, drafted=4))
+    assert verifier.take() == [FREE]
+    rounds.on_verdict(verdict(5, 7))
+    assert verifier.take() == []
+    rounds.on_verdict(verdict(6, 8))
+    assert verifier.take() == [GATED, order(7, 9)]
+
+
+def test_a_prediction_under_a_ratio_rule_is_a_certain_draft() -> None:
+    rounds, _ = make(prediction=PREDICTION, sampling=BLOCK)
+    verifier = RecordingLeg()
+    rounds.attach_verifier(verifier, rounds.plan)
+    rounds.on_verdict(verdict(3, 4))
+    assert verifier.take() == [VerifyOrder("s", 0, 4, (5, 6, 7, 8), draft_probs=certain((5, 6, 7, 8)))]
+
+
+def test_a_late_proposal_does_not_push_a_prediction_aside() -> None:
+    rounds, stats, verifier, drafter = with_drafter(prediction=PREDICTION)
+    rounds.on_verdict(verdict(3, 90))
+    assert drafter.take()[-1] == ask(4, 90)
+    rounds.on_verdict(verdict(4, 5, 6))
+    assert verifier.take() == [order(6, 7, 8, 9)]
+    rounds.on_proposal(Proposal("s", 0, 4, (5, 6, 1, 1)))
+    assert verifier.take() == []
+    assert stats.late_proposals == 1
+    committed = rounds.on_verdict(verdict(6, 7, 8, 9, 2, drafted=3, accepted=3))
+    assert committed == Committed((7, 8, 9, 2), (True, True, True, False), predicted=True)
+
+
+def test_a_prediction_whose_order_came_late_is_still_the_predictions() -> None:
+    """The verifier rides without it, and verifies its tail in the next round."""
+    rounds, stats = make(prediction=PREDICTION)
+    verifier = RecordingLeg()
+    rounds.attach_verifier(verifier, rounds.plan)
+    rounds.on_verdict(verdict(3, 4))
+    assert rounds.on_verdict(verdict(4, 5)) == Committed((5,), (False,), predicted=True)
+    committed = rounds.on_verdict(verdict(5, 6, 7, 8, 3, drafted=3, accepted=3))
+    assert committed == Committed((6, 7, 8, 3), (True, True, True, False), predicted=True)
+    assert stats.predicted_drafts == 3
+
+
+def test_a_successor_of_the_verifier_is_ordered_the_prediction_again() -> None:
+    rounds, _ = make(prediction=PREDICTION)
+    first, second = RecordingLeg(), RecordingLeg()
+    rounds.attach_verifier(first, rounds.plan)
+    rounds.on_verdict(verdict(3, 4, 5))
+    rounds.detach_verifier()
+    assert rounds.plan == Plan("s", 1, K, GATE_S)
+    rounds.attach_verifier(second, rounds.plan)
+    rounds.on_verdict(verdict(5, 6, epoch=1))
+    assert second.take() == [order(6, 7, 8, 9, epoch=1)]

@@ -232,8 +232,11 @@ class Generation:
                 committed = progress.committed
                 tokens, drafted = committed.tokens, committed.drafted
                 piece = text.feed(tokens)
-                if committed.predicted:  # what stands behind a stop string was no use
-                    self.stats.accepted_prediction_tokens -= sum(drafted[piece.used :])
+                if piece.stopped:
+                    self._free(cancelled=False)  # now: the caller may take its time with the chunk
+                if committed.predicted:
+                    self.stats.accepted_prediction_tokens += sum(drafted[: piece.used])
+                    self.stats.rejected_prediction_tokens += committed.rejected
                 finish = FinishReason.STOP if piece.stopped else progress.finish
                 tail = text.finish() if finish is not None and not piece.stopped else ""
                 if not self.stats.completion_tokens:

@@ -54,7 +54,8 @@ class GenerationStats:
     per_step_drafted: list[int] = field(default_factory=list)  # of every step with drafts, invalid ones out
     per_step_accepted: list[int] = field(default_factory=list)
     invalid_drafts: int = 0  # drafts that could not be verified; not among `draft_tokens`
-    accepted_prediction_tokens: int = 0  # drafts out of the caller's prediction
+    predicted_drafts: int = 0  # of `draft_tokens`, those out of the caller's prediction
+    accepted_prediction_tokens: int = 0  # of those, what the text is made of: nothing behind a stop string
     rejected_prediction_tokens: int = 0
     late_proposals: int = 0
     queue_time: float = 0.0  # seconds in the router's line, and at the verifier before the first prefill row
@@ -94,8 +95,8 @@ class GenerationStats:
     @property
     def drafter_flops(self) -> float:
         """Estimated work of the drafter, used or not; its own prefill left out. 0 for lookups."""
-        predicted = self.accepted_prediction_tokens + self.rejected_prediction_tokens
-        return 2.0 * self.drafter_parameters * (self.draft_tokens + self.invalid_drafts - predicted)
+        drafts = self.draft_tokens + self.invalid_drafts - self.predicted_drafts
+        return 2.0 * self.drafter_parameters * drafts
 
     def count(self, *, drafted: int, accepted: int, invalid: int = 0) -> None:
         """Enter one verify step. A step whose drafts were all invalid is listed with 0 and is no round."""

@@ -6,11 +6,15 @@ for anew by the newest tokens. Which drafts come depends on the committed tokens
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
 LONGEST_MATCH = 8
 """Newest tokens that are compared to choose between several places."""
+
+PLACES_COMPARED = 64
+"""Of the places where the two newest tokens stand, so many around where the output stood last."""
 
 
 class Prediction:
@@ -43,8 +47,10 @@ class Prediction:
         if len(output) < 2:
             return None
         places = self._after.get((output[-2], output[-1]), [])
+        nearest = bisect_left(places, self._nearest)
+        begin = max(0, nearest - PLACES_COMPARED // 2)
         return max(
-            places,
+            places[begin : begin + PLACES_COMPARED],
             key=lambda at: (self._match(output, at), at >= self._nearest, -at),
             default=None,
         )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.contracts import Draft, DraftContext, Drafter, DrafterLeg, VerifierLeg
 from outrider.generation import GenerationRequest, GenerationStats
 from outrider.messages import (
     Close,
     DraftOrder,
+    DraftProbs,
     Open,
     Plan,
     Proposal,
@@ -46,6 +48,7 @@ class Committed:
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]  # which of them were accepted drafts
     predicted: bool = False  # the drafts were the client's prediction
+    rejected: int = 0  # drafts that were verified and not accepted
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -55,6 +58,14 @@ class _Predicted:
 
     base_len: int
     count: int
+
+
+def _packed(probs: Any) -> DraftProbs | None:
+    """A plugin's distributions, if they are what a message carries: the verifier judges the numbers."""
+    match probs:
+        case None | DraftProbs(width=int(), token_ids=bytes(), probs=bytes()):
+            return probs
+    raise TypeError(f"Draft.probs is a {type(probs).__name__}: pack it by outrider.sampling.draft_probs")
 
 
 class SequentialRounds:
@@ -192,13 +203,12 @@ class SequentialRounds:
         reported = verdict.logprobs[known:]
         if verdict.finish is None:
             self._order_drafts()
-        return Committed(new, drafted, predicted, reported)
+        return Committed(new, drafted, predicted, verdict.drafted - verdict.accepted, reported)
 
     def _count(self, verdict: Verdict) -> None:
         self._stats.count(drafted=verdict.drafted, accepted=verdict.accepted, invalid=verdict.invalid_drafts)
         if self._is_predicted(verdict):
-            self._stats.accepted_prediction_tokens += verdict.accepted
-            self._stats.rejected_prediction_tokens += verdict.drafted - verdict.accepted
+            self._stats.predicted_drafts += verdict.drafted
 
     def _is_predicted(self, verdict: Verdict) -> bool:
         """Whether the verified drafts are the prediction's, perhaps re-based to what was committed since."""
@@ -208,7 +218,7 @@ class SequentialRounds:
     def on_proposal(self, proposal: Proposal) -> None:
         """Pass a draft on. One that comes late is still sent: the verifier re-bases it.
 
-        Not under a ratio rule: its position was drawn without it.
+        Not under a ratio rule: its position was drawn without it. Nor where the prediction has been ordered.
         """
         if proposal.epoch != self.draft_epoch or self._remote is None:
             return
@@ -218,9 +228,8 @@ class SequentialRounds:
             self._asked_at = None
         if proposal.base_len < len(self.tokens):
             self._stats.late_proposals += 1
-            if self._ratio:
+            if self._ratio or self._predicted is not None:
                 return
-        self._predicted = None
         self._order(proposal.base_len, Draft(proposal.tokens, proposal.draft_probs))
 
     def on_verifier_resync(self, resync: Resync) -> bool:
@@ -310,7 +319,7 @@ class SequentialRounds:
         try:
             (draft,) = drafter.propose([context])
             tokens = tuple(int(token) for token in itertools.islice(draft.tokens, self._num_tokens))
-            return Draft(tokens, draft.probs if self._ratio else None)
+            return Draft(tokens, _packed(draft.probs) if self._ratio else None)
         except Exception as error:  # a plugin's fault costs drafts, never the request
             logger.exception("the in-process drafter failed on %s; it decodes plainly", self.sequence)
             self.detach_drafter(f"the drafter failed: {type(error).__name__}")
