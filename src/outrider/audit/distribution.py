@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -217,9 +217,12 @@ def sample(
     draws: int,
     draft_score: Score | None = None,
     first_seed: int = 1,
-    progress: Callable[[int], None] = lambda _: None,
+    after: str = "",
 ) -> Sampled:
-    """Draw texts by the real engine over a slice model; `draft_score` defaults to one that is often wrong."""
+    """Draw texts by the real engine over a slice model.
+
+    `draft_score` defaults to a drafter that is often wrong; `after` names the prompt, for the report.
+    """
     target = SliceModel(score, vocab_size=vocab_size, max_model_len=CONTEXT)
     blocks = WAVE * CONTEXT // target.block_size
     engine = Engine(
@@ -237,13 +240,10 @@ def sample(
     lockstep = Lockstep(engine, drafter, setting.num_speculative_tokens)
     count = max(SHORTEST_RUN, int(draws * setting.share))
     sampling = setting.over(target.score([prompt])[0].tolist())
-    drawn: Drawn = lockstep.draw(
-        prompt, sampling, range(first_seed, first_seed + count), length=LENGTH, progress=progress
-    )
+    drawn = lockstep.draw(prompt, sampling, range(first_seed, first_seed + count), length=LENGTH)
     law = text_law(target.score, sampling, prompt=prompt, length=LENGTH)
-    return Sampled(
-        f"{setting.sampling.rule}: {setting.name}", count, drawn.drafted, drawn.accepted, _parts(drawn, law)
-    )
+    name = f"{setting.sampling.rule}: {setting.name}" + (f", after {after!r}" if after else "")
+    return Sampled(name, count, drawn.drafted, drawn.accepted, _parts(drawn, law))
 
 
 def _parts(drawn: Drawn, law: Law) -> tuple[Counted, ...]:

@@ -3,15 +3,16 @@
 Both candidates are scored at the first position that differs, several ways: alone, in a verify block, as a
 prefill of other cuts, beside other sequences. A score is what decides: the processed logit over the
 temperature, plus the position's noise where the token is sampled. How far the ways differ is the deviation
-measured *at this position*; it is a numeric tie when each candidate comes that close to winning. Where all
-ways agree bit for bit, as they do under `numerics: strict`, nothing is a tie.
+measured *at this position*; it is a numeric tie when each candidate wins once logits may be off by that much,
+by its score or because a rival falls to a cut. Where all ways agree bit for bit, as they do under
+`numerics: strict`, nothing is a tie.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from outrider.sampling.processors import Lane, process
 
 END = "the end"
 NEIGHBOURS = 7  # sequences beside the one that is looked at
+LIKELY = 64  # tokens whose logits are compared between ways
 ODD_CUT = 48  # rows of a prefill chunk: no multiple of most tiles
 
 Ways = Mapping[str, Tensor]
@@ -115,72 +117,81 @@ class Recomputed:
             pool.release(beside)
 
 
-def scores(
-    logits: Tensor, sampling: SamplingParams, *, prompt: Sequence[int], output: Sequence[int]
-) -> Tensor:
-    """(V,) float64: what the token of this position is the argmax of. logits: (V,)."""
-    position = len(prompt) + len(output)
-    lane = Lane(sampling, position, prompt=prompt, output=output)
-    processed = process(logits.unsqueeze(0), [lane], len(logits)).double()
-    if sampling.greedy:
-        return processed[0]
-    noise = gumbel([row_key(sampling.seed, sampling.choice, position)], torch.arange(len(logits)))
-    return (processed / sampling.temperature + noise)[0]
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a token is drawn: how, and after what."""
+
+    sampling: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+    def scores(self, logits: Tensor, *, cut: bool = True) -> Tensor:
+        """(V,) float64: what the token of this position is the argmax of. logits: (V,)."""
+        sampling = self.sampling if cut else replace(self.sampling, top_k=None, top_p=1.0, min_p=0.0)
+        position = len(self.prompt) + len(self.output)
+        lane = Lane(sampling, position, prompt=self.prompt, output=self.output)
+        processed = process(logits.unsqueeze(0), [lane], len(logits)).double()
+        if sampling.greedy:
+            return processed[0]
+        noise = gumbel([row_key(sampling.seed, sampling.choice, position)], torch.arange(len(logits)))
+        return (processed / sampling.temperature + noise)[0]
 
 
-def score_candidates(
-    ways: Ways,
-    sampling: SamplingParams,
-    candidates: tuple[int, int],
-    *,
-    prompt: Sequence[int],
-    output: Sequence[int],
-) -> tuple[Scored, ...]:
+def score_candidates(ways: Ways, candidates: tuple[int, int], position: Position) -> tuple[Scored, ...]:
     """The reference's and the other's token, each way."""
     found = []
     for way, logits in ways.items():
-        values = scores(logits, sampling, prompt=prompt, output=output)
+        values = position.scores(logits)
         best = int(values.argmax())
         one, other = (float(values[token]) for token in candidates)
         found.append(Scored(way, one, other, float(values[best]), best))
     return tuple(found)
 
 
-def judge(scored: Sequence[Scored], *, resolution: float = 0.0) -> tuple[Verdict, float, str]:
-    """The verdict, the deviation measured, and the reason in words.
+def deviation_of(ways: Ways, *, resolution: float = 0.0) -> float:
+    """How far the ways differ at this position: the largest spread of a likely token's logit.
 
-    resolution: epsilon of the dtype that logits are computed in, where another implementation is among the
-    ways: its logits are rounded to that dtype, and two neighbours may both be right.
+    What all of them share is no difference: logits are taken relative to their mean over the likely tokens.
+    resolution: epsilon of the dtype that another implementation rounds its logits to; where the ways differ
+    at all, that much may have been rounded away.
     """
-    gaps = {
-        "the reference's token": [one.best - one.reference for one in scored],
-        "the other token": [one.best - one.found for one in scored],
-    }
-    margins = [_minus(one.reference, one.found) for one in scored]
-    deviation = max(_spread(values) for values in [margins, *gaps.values()])
+    rows = torch.stack(list(ways.values())).double()
+    likely = rows[:, rows[0].topk(min(LIKELY, rows.shape[1])).indices]
+    centred = likely - likely.mean(dim=1, keepdim=True)
+    deviation = float((centred.amax(dim=0) - centred.amin(dim=0)).max())
     if deviation and resolution:
-        # Where ways differ, one of them rounds: by up to a unit in the last place of each of the two.
-        largest = max(abs(one.best) for one in scored)
-        deviation = max(deviation, 2 ** math.frexp(largest)[1] * resolution)
+        deviation = max(deviation, 2.0 ** math.frexp(float(likely.abs().max()))[1] * resolution)
+    return deviation
+
+
+def can_win(logits: Tensor, token: int, deviation: float, position: Position) -> bool:
+    """Whether `token` is drawn once every logit may be off by `deviation`: its rivals down, the others up.
+
+    The others, too: a rival may be cut by top_k, top_p or min_p because of them.
+    """
+    values = position.scores(logits, cut=False)
+    rivals = values > values[token]
+    moved = logits + torch.where(rivals, -deviation, deviation).to(logits.dtype)
+    return int(position.scores(moved).argmax()) == token
+
+
+def judge(
+    ways: Ways, candidates: tuple[int, int], position: Position, *, resolution: float = 0.0
+) -> tuple[Verdict, float, str]:
+    """The verdict, the deviation measured, and the reason in words. candidates: reference, other."""
+    deviation = deviation_of(ways, resolution=resolution)
     if deviation == 0:
-        reason = f"all {len(scored)} ways agree, to the bit, by how much one beats the other"
-        return Verdict.DEFECT, deviation, f"{reason}: there is one right token"
-    for name, values in gaps.items():
-        if min(values) > deviation:
-            reason = (
-                f"{name} loses by {min(values):.3g} at least, and the ways differ by {deviation:.3g} at most"
-            )
+        reason = f"all {len(ways)} ways agree to the bit: there is one right token"
+        return Verdict.DEFECT, deviation, reason
+    for name, token in zip(("the reference's token", "the other token"), candidates, strict=True):
+        if not any(can_win(logits, token, deviation, position) for logits in ways.values()):
+            reason = f"{name} cannot win, and the ways differ by {deviation:.3g} a logit at most"
             return Verdict.DEFECT, deviation, reason
-    return Verdict.TIE, deviation, f"each token wins within the {deviation:.3g} that the ways differ by"
-
-
-def _minus(one: float, other: float) -> float:
-    return 0.0 if one == other else one - other  # two tokens that are cut off are equal
-
-
-def _spread(values: Sequence[float]) -> float:
-    low, high = min(values), max(values)
-    return 0.0 if low == high else high - low
+    return (
+        Verdict.TIE,
+        deviation,
+        f"each token wins within the {deviation:.3g} a logit that the ways differ by",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +227,8 @@ class Explainer:
         ways = dict(self.recomputed.ways(prefix, reference[at:]))
         if self.foreign is not None:
             ways.update(self.foreign(prefix))
-        scored = score_candidates(ways, sampling, (reference[at], found[at]), prompt=prompt, output=output)
-        verdict, deviation, reason = judge(scored, resolution=self.resolution)
-        finite = deviation if math.isfinite(deviation) else None
-        return Divergence(request, at, names[0], names[1], verdict, reason, finite, scored)
+        at_position = Position(sampling, prompt, output)
+        candidates = (reference[at], found[at])
+        verdict, deviation, reason = judge(ways, candidates, at_position, resolution=self.resolution)
+        scored = score_candidates(ways, candidates, at_position)
+        return Divergence(request, at, names[0], names[1], verdict, reason, deviation, scored)

@@ -7,7 +7,7 @@ ratio rules need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -67,7 +67,6 @@ class Lockstep:
         seeds: Sequence[int],
         *,
         length: int,
-        progress: Callable[[int], None] = lambda _: None,
     ) -> Drawn:
         """One text a seed, in waves of as many as the engine runs at once."""
         texts: list[tuple[int, ...]] = []
@@ -79,7 +78,6 @@ class Lockstep:
                 texts.append(tuple(one.rounds.tokens[len(prompt) :]))
                 drafted += one.stats.draft_tokens
                 accepted += one.stats.accepted_tokens
-            progress(len(rounds))
         return Drawn(texts, drafted, accepted)
 
     def _wave(

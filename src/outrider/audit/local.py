@@ -93,6 +93,7 @@ class LocalAudit:
                         setting=case.setting(rule),
                         draws=self.draws,
                         draft_score=case.drafter,
+                        first_seed=self.draws * len(samples),
                     )
                 )
         for context in CONTEXTS:
@@ -112,6 +113,8 @@ class LocalAudit:
                             setting=setting,
                             draws=self.draws,
                             draft_score=draft_score,
+                            first_seed=self.draws * len(samples),
+                            after=context,
                         )
                     )
         return list(distribution.judge(samples))
