@@ -81,7 +81,7 @@ class LocalAudit:
             from outrider import models
 
             drafter = RealScore(_model(config, info, str(models.resolve(self.draft_model))))
-        samples = []
+        samples: list[distribution.Sampled] = []
         for case in distribution.HARD_CASES:
             for rule in AcceptanceRule:
                 self.progress(f"distribution: {rule}, {case.name}")
