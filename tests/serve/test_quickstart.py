@@ -107,8 +107,8 @@ def test_errors_come_as_the_clients_own_exceptions(client: openai.OpenAI) -> Non
         chat(client, model="gpt-9")
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         chat(client, max_tokens=-5)
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        chat(client, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model="smollm2", prompt="word " * 5000, max_tokens=4)
     assert chat(client, max_tokens=4)
